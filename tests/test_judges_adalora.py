@@ -11,15 +11,15 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 import peft
 import torch
 import transformers
+from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
 from golden.peft_judge import assert_same_logits, by_name, drawn, engine_of, export_base, hyper, ours
 from safetensors.numpy import load_file
 
-from llmq.adapters.adalora import AdaLora, present, with_triplets
-from llmq.adapters.budget import Budget
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import AdapterExport, open_adapter
+from llmq.adapters.peft import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
@@ -155,9 +155,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     export_base(config, tmp_path / "base")
     model.float().save_pretrained(tmp_path / "theirs")
     run, source = runs[1], find_source(str(tmp_path / "base"))
-    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
-    export = AdapterExport(tmp_path / "ours", parsed, adapters.stored_rows(run.plan.rows), "fp32", about=about)
-    export = allocations[1].exported(run, export)
+    export = allocations[1].exported(run, export_of(adapters, run, tmp_path / "ours", tmp_path / "base"))
     export.write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
@@ -176,9 +174,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     again = Engine(make_plan(replace(run.plan.spec, adapters=read.adapters)), HostBackend())
     again.load(read.values(open_parameters(source, 0))(again.plan.rows))
     assert_same_logits(again, loaded, tokens)
-    about = read.adapters.peft_config(parsed, str(tmp_path / "base"), None)
-    rows, patterns = read.adapters.stored_rows(again.plan.rows), present(read.adapters)
-    export = AdapterExport(tmp_path / "again", parsed, rows, "fp32", about=about, patterns=patterns)
+    export = export_of(read.adapters, again, tmp_path / "again", tmp_path / "base")
     export.write(lambda row: again.parameter(row.name))
     twice = load_file(tmp_path / "again" / "adapter_model.safetensors")
     assert twice.keys() == one.keys() and all(np.array_equal(value, one[name]) for name, value in twice.items())

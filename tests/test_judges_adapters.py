@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 import peft
 import torch
 import transformers
+from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
 from golden.peft_judge import (
@@ -29,7 +30,7 @@ from safetensors.numpy import load_file
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import AdapterExport, open_adapter
+from llmq.adapters.peft import open_adapter
 from llmq.adapters.targets import chosen, targets, trained_in_full
 from llmq.data.batches.batch import Batch
 from llmq.files.source import find_source
@@ -166,9 +167,7 @@ def test_folders_go_both_ways(family, text, bias, tmp_path):
     for step in (1, 2):
         run.micro_step(Batch(*drawn(config, step)))
         run.update(step, 1e-2)
-    rows = wanted.stored_rows(run.plan.rows)
-    about = wanted.peft_config(parsed, str(tmp_path / "base"), None)
-    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
+    export_of(wanted, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     names = [set(load_file(tmp_path / side / "adapter_model.safetensors")) for side in ("ours", "theirs")]
     assert names[0] == names[1]
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")

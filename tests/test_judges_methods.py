@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 import peft
 import torch
 import transformers
+from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
 from golden.peft_judge import (
@@ -34,7 +35,7 @@ from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import AdapterExport, open_adapter, with_first
+from llmq.adapters.peft import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
@@ -103,9 +104,7 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert_same_logits(engine, found, tokens)
-    twice = adapters.doubled()
-    rows, exported = with_first(adapters.stored_rows(engine.plan.rows)), twice.peft_config(parsed, "base", None)
-    export = AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=exported, first=first)
+    export = export_of(adapters, engine, tmp_path / "ours", "base", open_parameters(source, 0))
     export.write(lambda row: engine.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
@@ -120,8 +119,8 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
             b = name.replace("lora_A", "lora_B")
             np.testing.assert_allclose(one[b] @ value, other[b] @ other[name], atol=5e-5)
     wanted = peft.LoraConfig.from_pretrained(tmp_path / "converted")
-    assert (wanted.r, wanted.init_lora_weights) == (exported["r"], exported["init_lora_weights"])
-    assert wanted.lora_alpha == pytest.approx(exported["lora_alpha"])
+    assert (wanted.r, wanted.init_lora_weights) == (export.about["r"], export.about["init_lora_weights"])
+    assert wanted.lora_alpha == pytest.approx(export.about["lora_alpha"])
 
 
 GAINS = {
@@ -188,9 +187,7 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
     run = runs[1]
     run.load(read.values(open_parameters(source, 0))(run.plan.rows))
     assert_same_logits(run, theirs, tokens)
-    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
-    rows = adapters.stored_rows(run.plan.rows)
-    AdapterExport(tmp_path / "ours", parsed, rows, "fp32", about=about).write(lambda row: run.parameter(row.name))
+    export_of(adapters, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
@@ -278,12 +275,6 @@ def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
     assert {t.scale for t in fitted.targets} == {ALPHA / RANK}
     engine = Engine(make_plan(replace(spec, adapters=fitted)), HostBackend())
     engine.load(FirstAdapter(fitted, parsed, values, found.first).values(engine.plan.rows))
-    AdapterExport(
-        tmp_path / "ours",
-        parsed,
-        fitted.stored_rows(engine.plan.rows),
-        "fp32",
-        about=fitted.peft_config(parsed, "base", None),
-    ).write(lambda row: engine.parameter(row.name))
+    export_of(fitted, engine, tmp_path / "ours", "base").write(lambda row: engine.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), batches[0].tokens)

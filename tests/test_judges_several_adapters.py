@@ -9,12 +9,12 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 import peft
 import torch
 import transformers
+from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
 from golden.peft_judge import LENGTH, export_base, loaded, ours
 
 from llmq.adapters.lora import Lora
-from llmq.adapters.peft import AdapterExport
 from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.data.batches.batch import Batch
@@ -147,16 +147,14 @@ def test_gradients_and_a_run_are_those_of_peft_alone(family):
 def test_peft_loads_what_is_exported_and_runs_it_in_one_batch(tmp_path):
     """PEFT's own mixed batches (`adapter_names`) have the losses that we evaluate."""
     config = families.FAMILIES["qwen2"]
-    parsed, several = read_config(config), several_of(config)
+    several = several_of(config)
     export_base(config, tmp_path / "base")
     run = engine_of(config, peft_model(config, "float32"), FP32)
     for step in (1, 2):
         run.micro_step(Batch(*drawn(config, step)))
         run.update(step, 1e-2)
     for member in several.members:
-        rows = member.adapters.stored_rows([row for row in run.plan.rows if row.adapter == member.name])
-        about = member.adapters.peft_config(parsed, str(tmp_path / "base"), None)
-        export = AdapterExport(tmp_path / member.name, parsed, rows, "fp32", about=about)
+        export = export_of(member.adapters, run, tmp_path / member.name, tmp_path / "base", member=member.name)
         export.write(lambda row: run.parameter(row.name))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     first, *others = ASKED

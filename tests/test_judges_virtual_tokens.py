@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 import peft
 import torch
 import transformers
+from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
 from golden.peft_judge import LENGTH, drawn, export_base, hyper
@@ -19,7 +20,7 @@ from tiny_engines import next_logits
 
 from llmq.adapters.merge import merge
 from llmq.adapters.peft import open_adapter
-from llmq.adapters.virtual_tokens import Prefix, Prompt, VirtualExport
+from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
@@ -146,9 +147,7 @@ def test_folders_are_read_both_ways(method, family, tmp_path):
     run = engine_of(parsed, families.weights(config), adapters, FP32, pieces(parameter * 0, parsed, method))
     run.load(read.values(open_parameters(source, 0))(run.plan.rows))
     assert_same_logits(run, theirs, tokens)
-    about = adapters.peft_config(parsed, str(tmp_path / "base"), None)
-    export = VirtualExport(tmp_path / "ours", parsed, adapters.stored_rows(run.plan.rows), "fp32", about=about)
-    export.write(lambda row: run.parameter(row.name))
+    export_of(adapters, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")

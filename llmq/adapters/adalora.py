@@ -1,6 +1,10 @@
 """AdaLoRA (Zhang et al., "Adaptive Budget Allocation for Parameter-Efficient Fine-Tuning", 2023): W x + s B E A x with
 E diagonal, of which those entries are kept that matter most.
 
+All adapters begin with one rank. After the warmup a number of triplets (an entry of E, a row of A, a column of B) that
+falls with a cubic is kept, those that score highest over all maps. The E of others is set to 0; it may grow again until
+the final steps, in which it is held at 0.
+
 In PEFT's format (AdaLoraConfig) `lora_A` (r,K), `lora_B` (N,r), `lora_E` (r,1) of the r triplets
 that are kept of the `init_r` which each adapter began with; `rank_pattern` says which ones.
 """
@@ -8,25 +12,30 @@ that are kept of the `init_r` which each adapter began with; `rank_pattern` says
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field, PlainValidator
 
-from llmq.adapters.budget import Budget
 from llmq.adapters.importance import Importance, NoImportance
-from llmq.adapters.lora import Lora
-from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
-from llmq.adapters.peft_names import checked_beside, in_full_config, is_target, plain, target_names
-from llmq.adapters.targets import FILE, Module, Target, linear_modules, outputs_of
+from llmq.adapters.lora import Lora, shared
+from llmq.adapters.method import Change, ReadTensor, SiteFacts
+from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, Rank, Read, read_modules
+from llmq.adapters.targets import FILE, Target, outputs_of
+from llmq.errors import UsageError
+from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
-from llmq.row import Part, Row
+from llmq.options.adapters import OF_BUDGET, AdapterOptions
+from llmq.row import Row
 from llmq.sites.adalora import AdaLoraAdapter
 from llmq.stores.sharding import Shards
 
-TRIPLET = re.compile(r"(.+)\.lora_([ABE])")
+TRIPLET = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[ABE]")
 Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
 # PEFT's names of what a budget says, with their defaults there
 FIELDS: dict[str, tuple[str, float]] = {
@@ -42,10 +51,128 @@ FIELDS: dict[str, tuple[str, float]] = {
 
 
 @dataclass(frozen=True)
+class Budget:
+    """The schedule of ranks; steps count from 1.
+
+    `target_rank` is that of the adapters at last, on average (PEFT: target_r). Ranks stay for `warmup` steps (tinit)
+    and in the `final` ones (tfinal) of `total` (total_step), and are chosen again every `interval` steps in between
+    (deltaT) and at the end of that. `orth_reg` is the weight of the regulariser (orth_reg_weight). One that is `spent`
+    is that of an adapter that was read, whose ranks stay.
+    """
+
+    target_rank: int
+    warmup: int = 0
+    final: int = 0
+    interval: int = 10
+    beta_1: float = 0.85
+    beta_2: float = 0.85
+    orth_reg: float = 0.5
+    total: int = 0
+    spent: bool = False
+
+    def check(self, rank: int) -> None:
+        """UsageError for a schedule that has no time, or nothing, to choose from."""
+        if self.target_rank >= rank:
+            raise UsageError(
+                f"--adalora-target-rank {self.target_rank} is not below --lora-rank {rank}, with which adapters begin"
+            )
+        if self.total and self.last <= max(self.warmup, 1):
+            raise UsageError(
+                f"--adalora-warmup {self.warmup} and --adalora-final {self.final} leave none of {self.total} steps in "
+                "which ranks are chosen, after at least one whose gradients say how: use fewer, or more --steps"
+            )
+
+    @property
+    def last(self) -> int:
+        """The step after which ranks are chosen for the last time."""
+        return self.total - self.final
+
+    def chooses(self, step: int) -> bool:
+        """Whether ranks are chosen after a step."""
+        return step == self.last or (self.warmup < step < self.last and step % self.interval == 0)
+
+    def holds(self, step: int) -> bool:
+        """Whether what was left out is held at 0."""
+        return step > self.last
+
+    def count(self, step: int, triplets: int, adapters: int) -> int:
+        """How many of all `triplets` are kept after a step, of so many `adapters`."""
+        target, rest = self.target_rank * adapters, 1 - (step - self.warmup) / (self.last - self.warmup)
+        return int((triplets - target) * rest**3 + target)
+
+
+def kept(scores: np.ndarray, count: int) -> np.ndarray:
+    """Which of all triplets score above the one that is the first to be left out, so that `count` or fewer are kept."""
+    left_out = len(scores) - count
+    return scores > np.partition(scores, left_out - 1)[left_out - 1]
+
+
+def _flags(value: Any) -> Any:
+    if value is None or (isinstance(value, dict) and all(isinstance(flags, list) for flags in value.values())):
+        return value
+    raise ValueError("must be an object of lists of flags by names, or null")
+
+
+class AdaLoraKeys(PeftConfig):
+    """What is read of PEFT's AdaLoraConfig."""
+
+    init_r: Rank = 12
+    lora_alpha: float = 8
+    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    rank_pattern: Annotated[Any, PlainValidator(_flags)] = None
+    target_r: float | None = None
+    tinit: float | None = None
+    tfinal: float | None = None
+    deltaT: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    orth_reg_weight: float | None = None
+    total_step: float | None = None
+
+
+@dataclass(frozen=True)
 class AdaLora(Lora):
     """Adapters whose ranks are chosen while they are trained, by a `schedule`."""
 
     schedule: Budget = field(kw_only=True)
+
+    peft_types: ClassVar[tuple[str, ...]] = ("ADALORA",)
+    peft_keys: ClassVar[type[PeftConfig]] = AdaLoraKeys
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> AdaLora | None:
+        """AdaLoRA, whose schedule ends with the run. UsageError."""
+        if not options.adalora:
+            return None
+        about = shared(options, config)
+        said: list[Any] = [*(getattr(options, key) for key in OF_BUDGET), steps]
+        schedule = Budget(*said)
+        schedule.check(about["rank"])
+        return cls(**{**about, "targets": with_triplets(about["targets"])}, schedule=schedule)
+
+    @classmethod
+    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[AdaLora, list[str]]:
+        """What an AdaLoraConfig and its tensors say, and what is wrong with them."""
+        found = read_modules(about, tensors, config, ("lora_A", "lora_B", "lora_E"), "lora_A, lora_B and lora_E")
+        rank, alpha = int(about.get("init_r", 12)), float(about.get("lora_alpha", 8))
+        patterns, targets = about.get("rank_pattern") or {}, list[Target]()
+        for module in found.tensors:
+            flags = patterns.get(f"{module.name}.lora_E")
+            if flags is not None and len(flags) != rank:
+                found.problems.append(f"rank_pattern of {module.name} has {len(flags)} flags, and init_r is {rank}")
+                continue
+            there = None if flags is None else tuple(map(bool, flags))
+            targets.append(Target(module, rank, alpha, scale_of_triplets(rank, alpha), kept=there))
+            own = targets[-1].present
+            shapes = {"lora_A": (own, module.inputs), "lora_B": (module.outputs, own), "lora_E": (own, 1)}
+            found.check(module, shapes, "the model and its ranks ask for")
+        said: dict[str, Any] = {
+            field: default if about.get(name) is None else type(default)(about[name])
+            for field, (name, default) in FIELDS.items()
+        }
+        dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
+        budget = Budget(**said, spent=True)
+        return cls(rank, alpha, tuple(targets), dropout, bias, also=found.also, schedule=budget), found.problems
 
     def without_drops(self, site: str, at: SiteFacts) -> AdaLoraAdapter:
         """The triplets of a site, of whose orthogonality each norm counts as the mean of all."""
@@ -63,7 +190,7 @@ class AdaLora(Lora):
         """What makes the run compute what it computes."""
         present = {target.module.name: target.present for target in self.targets if target.kept is not None}
         kept = {"kept": present} if present else {}
-        return {**super().identity(), "adalora": self.schedule.identity(), **kept}
+        return {**super().identity(), "adalora": asdict(self.schedule), **kept}
 
     @property
     def kind(self) -> str:
@@ -83,21 +210,21 @@ class AdaLora(Lora):
 
     def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
         """PEFT's AdaLoraConfig, with the pattern of ranks of adapters that were read."""
-        return {
-            "peft_type": "ADALORA",
-            **Method.peft_config(self, config, base, revision),
-            "r": 8,
-            "init_r": self.rank,
-            **{name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()},
-            "lora_alpha": plain(self.alpha),
-            "lora_dropout": self.dropout,
-            "target_modules": target_names(self.targets, config),
-            "rank_pattern": rank_pattern({t.module.name: t.kept for t in self.targets if t.kept is not None}),
-            "bias": self.bias,
-            "init_lora_weights": True,
-            "fan_in_fan_out": False,
-            **in_full_config(self.also, config),
-        }
+        about = super().peft_config(config, base, revision)
+        del about["alpha_pattern"], about["use_rslora"], about["use_dora"]
+        schedule = {name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()}
+        pattern = rank_pattern({t.module.name: t.kept for t in self.targets if t.kept is not None})
+        return {**about, "peft_type": "ADALORA", "r": 8, "init_r": self.rank, **schedule, "rank_pattern": pattern}
+
+    def file(
+        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
+    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+        """Of adapters that were read what is there, which are the first triplets, whatever they were when chosen."""
+        rows, make = super().file(rows, config, base, revision, model)
+        there: Patterns = {}
+        if any(target.kept is not None for target in self.targets):
+            there = {t.module.name: (True,) * t.present + (False,) * (t.rank - t.present) for t in self.targets}
+        return rows, partial(make, stored=partial(_kept, there))
 
 
 def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -110,93 +237,38 @@ def scale_of_triplets(rank: int, alpha: float) -> float:
     return (alpha if alpha > 0 else float(rank)) / (rank + 1e-5)
 
 
-def checked_triplets(
-    about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig
-) -> tuple[AdaLora, list[str]]:
-    """What a config of AdaLoRA and its tensors say, and what is wrong with them."""
-    modules = {module.name: module for module in linear_modules(config)}
-    matches = {name: match for name in tensors if (match := TRIPLET.fullmatch(name))}
-    also, problems = checked_beside(about, tensors, config, matches)
-    rank, alpha = int(about.get("init_r", 12)), float(about.get("lora_alpha", 8))
-    found: dict[str, dict[str, Stored]] = {}
-    for name, match in matches.items():
-        found.setdefault(match[1], {})[match[2]] = tensors[name]
-    problems += [f"{name} is no linear map of this model" for name in found if name not in modules]
-    patterns = about.get("rank_pattern") or {}
-    targets = []
-    for module in (module for name, module in modules.items() if name in found):
-        pattern = patterns.get(f"{module.name}.lora_E")
-        kept = None if pattern is None else tuple(map(bool, pattern))
-        if kept is not None and len(kept) != rank:
-            problems.append(f"rank_pattern of {module.name} has {len(kept)} flags, and init_r is {rank}")
-            continue
-        target = Target(module, rank, alpha, scale_of_triplets(rank, alpha), kept=kept)
-        problems += _unlike(module, found[module.name], target.present)
-        targets.append(target)
-    wanted = [name for name in modules if is_target(about, name)]
-    problems += [f"missing: {name}.lora_A, lora_B and lora_E" for name in wanted if name not in found]
-    said: dict[str, Any] = {
-        field: default if about.get(name) is None else type(default)(about[name])
-        for field, (name, default) in FIELDS.items()
-    }
-    budget = Budget(**said, spent=True)
-    dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
-    return AdaLora(rank, alpha, tuple(targets), dropout, bias, also=also, schedule=budget), problems
-
-
-def _unlike(module: Module, own: dict[str, Stored], rank: int) -> list[str]:
-    """What is wrong with the three tensors of an adapter that has so many triplets."""
-    wanted = {"A": (rank, module.inputs), "B": (module.outputs, rank), "E": (rank, 1)}
-    missing = [f"missing: {module.name}.lora_{key}" for key in wanted if key not in own]
-    return missing + [
-        f"{module.name}.lora_{key} has shape {list(own[key].shape)}, the model and its ranks ask for {list(shape)}"
-        for key, shape in wanted.items()
-        if key in own and own[key].shape != shape
-    ]
-
-
 def rank_pattern(patterns: Patterns) -> dict[str, list[bool]] | None:
     """PEFT's `rank_pattern`; None where all is kept."""
     return {f"{name}.lora_E": list(kept) for name, kept in patterns.items()} or None
 
 
-def present(adapters: Method) -> Patterns:
-    """Which triplets of adapters that were read are there: the first ones, whatever they were when chosen."""
-    if all(t.kept is None for t in adapters.targets):
-        return {}
-    return {t.module.name: (True,) * t.present + (False,) * (t.rank - t.present) for t in adapters.targets}
+def choosing(export: AdapterExport, patterns: Patterns) -> AdapterExport:
+    """The export of adapters of which this is kept."""
+    about = {**export.about, "rank_pattern": rank_pattern(patterns)}
+    return replace(export, about=about, stored=partial(_kept, patterns))
 
 
-def kept_rows(rows: Sequence[Row], patterns: Patterns) -> tuple[Row, ...]:
-    """The rows of an adapter as they are stored, of what is kept alone."""
-    found = []
+def _kept(patterns: Patterns, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
+    """The rows of adapters, and what reads them, of what is kept alone."""
+    flags: dict[str, np.ndarray] = {}  # of the entries of a row, or of the columns of a B
     for row in rows:
-        flags = _flags(row, patterns)
-        if flags is None:
-            found.append(row)
-        elif ".lora_b." in row.name:
-            found.append(replace(row, shape=(row.shape[0], int(np.sum(flags)))))
-        else:
-            counts, parts, start = [int(flags[part.start : part.stop].sum()) for part in row.parts], [], 0
-            for part, count in zip(row.parts, counts, strict=True):
-                parts.append(Part(part.name, start, start + count))
-                start += count
-            found.append(replace(row, shape=(start, *row.shape[1:]), parts=tuple(parts)))
-    return tuple(found)
+        names = [match[1] for part in row.parts if (match := TRIPLET.fullmatch(part.name))]
+        if names and all(name in patterns for name in names):
+            flags[row.name] = np.concatenate([patterns[name] for name in names])
 
+    def cut(row: Row) -> Row:
+        if (own := flags.get(row.name)) is None:
+            return row
+        if ".lora_b." in row.name:
+            return replace(row, shape=(row.shape[0], int(own.sum())))
+        places = np.cumsum([0, *(own[part.start : part.stop].sum() for part in row.parts)]).tolist()
+        parts = [replace(part, start=a, stop=b) for part, (a, b) in zip(row.parts, pairwise(places), strict=True)]
+        return replace(row, shape=(places[-1], *row.shape[1:]), parts=tuple(parts))
 
-def kept_value(row: Row, value: np.ndarray, patterns: Patterns) -> np.ndarray:
-    """What is kept of the value of a row, which is given as it was before `kept_rows`."""
-    flags = _flags(row, patterns)
-    if flags is None:
-        return value
-    return value[:, flags] if ".lora_b." in row.name else value[flags]
+    def value(row: Row) -> np.ndarray:
+        found, own = read(row), flags.get(row.name)
+        if own is None:
+            return found
+        return found[:, own] if ".lora_b." in row.name else found[own]
 
-
-def _flags(row: Row, patterns: Patterns) -> np.ndarray | None:
-    """What is kept of a row's columns, of B, or of its entries; None of a row without a pattern."""
-    own = [TRIPLET.fullmatch(part.name) for part in row.parts]
-    names = [match[1].removeprefix("base_model.model.") for match in own if match]
-    if len(names) < len(row.parts) or not all(name in patterns for name in names):
-        return None
-    return np.array([flag for name in names for flag in patterns[name]])
+    return tuple(map(cut, rows)), value

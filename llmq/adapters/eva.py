@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llmq.adapters.taken_out import principal
+from llmq.adapters.first_values import principal
 from llmq.adapters.targets import Target
 
 SIMILAR = 0.99  # cosine of a direction with what it was a batch before, from which on it has settled (PEFT's tau)

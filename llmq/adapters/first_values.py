@@ -1,13 +1,16 @@
-"""The values that rows of a new adapter begin with, where these follow from the weights that it adapts."""
+"""The values that rows of a new adapter begin with, where these follow from the weights that it adapts.
+
+PiSSA and OLoRA take what an adapter begins with out of the weight, so that the model computes what it did: W - s B A +
+s B A. With magnitudes (DoRA) an adapter begins with the norms of the weight's rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmq.adapters.method import Method
-from llmq.adapters.taken_out import TAKEN_OUT
 from llmq.adapters.targets import MAGNITUDE
 from llmq.files.source import Values
 from llmq.files.weight_files import norms_of
@@ -15,6 +18,12 @@ from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
+if TYPE_CHECKING:
+    from llmq.adapters.method import Method
+
+TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
+WHOLE = 512  # matrices of up to so many rows or columns are decomposed as a whole
+OVERSAMPLED, BLOCKS = 8, 8  # directions beside the rank, and powers, of the Krylov space of larger ones
 OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
 GIVEN = "eva"  # the init of what was made before
 
@@ -95,3 +104,40 @@ class FirstAdapter:
             pairs = self.pairs(weight.site or "", value)
             which = 0 if ".lora_A." in row.parts[0].name else 1
             yield row, np.concatenate([pairs[part.name.partition(".lora_")[0]][which] for part in row.parts])
+
+
+def first_pair(init: str, weight: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """A (R,K) and B (N,R) in f32 that an adapter of a weight (N,K) begins with.
+
+    pissa: the principal singular values and vectors, B = U sqrt(S / s), A = sqrt(S / s) V^T (PiSSA; Meng et al., 2024).
+    olora: of W = Q R the first columns of Q and rows of R (OLoRA; Bueyuekakyuez, 2024).
+    """
+    w = weight.astype(np.float32)
+    if init == "olora":
+        q, _ = np.linalg.qr(w[:, :rank])  # later columns change no earlier ones
+        return q.T @ w, q
+    u, s, vt = principal(w, rank)
+    root = np.sqrt(s / np.float32(scale))
+    return root[:, None] * vt, u * root
+
+
+def principal(w: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The `rank` largest singular values of w (N,K), with vectors (N,R) and (R,K).
+
+    Of a large matrix those in a block Krylov space of it (Musco and Musco, "Randomized Block Krylov Methods for
+    Stronger and Faster Approximate Singular Value Decomposition", 2015), which is the same in every run.
+    """
+    if min(w.shape) <= max(WHOLE, (BLOCKS + 1) * (rank + OVERSAMPLED)):
+        u, s, vt = np.linalg.svd(w, full_matrices=False)
+        return u[:, :rank], s[:rank], vt[:rank]
+    space = np.empty((w.shape[0], 0), np.float32)
+    block = w @ np.random.default_rng(0).standard_normal((w.shape[1], rank + OVERSAMPLED), np.float32)
+    for _ in range(BLOCKS + 1):
+        for _ in range(2):  # the second time removes what rounding left
+            block = np.linalg.qr(block - space @ (space.T @ block))[0]
+        space = np.concatenate([space, block], axis=1)
+        block = w @ (w.T @ block)
+    low = space.T @ w
+    squares, turn = np.linalg.eigh((low @ low.T).astype(np.float64))
+    u, s = turn[:, ::-1][:, :rank].astype(np.float32), np.sqrt(squares[::-1][:rank]).astype(np.float32)
+    return space @ u, s, (u.T @ low) / s[:, None]

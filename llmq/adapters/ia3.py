@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
-from llmq.adapters.peft_names import checked_beside, in_full_config, is_named, is_target, target_names
-from llmq.adapters.targets import FILE, FUSED, INWARD, LM_HEAD, Module, Target, linear_modules, outputs_of
+from llmq.adapters.peft_format import About, in_full_config, is_named, read_modules, target_names
+from llmq.adapters.targets import (
+    FILE,
+    FUSED,
+    INWARD,
+    LM_HEAD,
+    Module,
+    Target,
+    chosen,
+    outputs_of,
+    trained_in_full,
+    without_head,
+)
 from llmq.errors import UsageError
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
+from llmq.options.adapters import AdapterOptions
 from llmq.sites.ia3 import GainLinear, GainPiece, InputGainLinear
 from llmq.sites.linear import Linear
 
@@ -31,6 +43,35 @@ class Gains(Method):
     targets: tuple[Target, ...]
 
     is_relative = True
+    peft_types: ClassVar[tuple[str, ...]] = ("IA3",)
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Gains | None:
+        """Gains on the maps of --ia3. UsageError."""
+        if options.ia3 is None:
+            return None
+        modules = chosen(options.ia3, config, "--ia3")
+        without_head(modules, "--ia3")
+        also = trained_in_full(options.train_also, config, modules)
+        return cls(scaled(modules), base=options.base_dtype, also=also)
+
+    @classmethod
+    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Gains, list[str]]:
+        """What an IA3Config and its tensors say, and what is wrong with them."""
+        found = read_modules(about, tensors, config, (GAINS,), GAINS)
+        modules = list(found.tensors)
+        inward = {module.name for module in modules if is_named(about.get("feedforward_modules"), module.name)}
+        for module in modules:
+            shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
+            found.check(module, {GAINS: shape}, "the model asks for")
+        if any(module.name == LM_HEAD for module in modules):
+            found.problems.append("lm_head has gains, which llmq does not compute for the logits")
+        try:
+            targets = scaled(modules, inward)
+        except UsageError as error:
+            targets = ()
+            found.problems.append(str(error))
+        return cls(targets, also=found.also), found.problems
 
     def around(self, base: Linear, at: SiteFacts) -> GainLinear | InputGainLinear:
         """`base` with gains on its outputs or its inputs."""
@@ -87,28 +128,3 @@ def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> 
     if cut := [t for t in found if t.inward and t.module.key in FUSED]:
         raise UsageError(f"IA3 scales the inputs of {cut[0].module.name}, which llmq reads once for several maps")
     return found
-
-
-def checked_gains(about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig) -> tuple[Gains, list[str]]:
-    """What a config of IA3 and its tensors say, and what is wrong with them."""
-    modules = {module.name: module for module in linear_modules(config)}
-    own = {name: name.removesuffix(f".{GAINS}") for name in tensors if name.endswith(f".{GAINS}")}
-    also, problems = checked_beside(about, tensors, config, own)
-    named = list(own.values())
-    problems += [f"{name} is no linear map of this model" for name in named if name not in modules]
-    found = [module for name, module in modules.items() if name in named]
-    inward = {module.name for module in found if is_named(about.get("feedforward_modules"), module.name)}
-    for module in found:
-        shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
-        if (there := tensors[f"{module.name}.{GAINS}"].shape) != shape:
-            problems.append(f"{module.name}.{GAINS} has shape {list(there)}, the model asks for {list(shape)}")
-    wanted = [name for name in modules if is_target(about, name)]
-    problems += [f"missing: {name}.{GAINS}" for name in wanted if name not in named]
-    if LM_HEAD in named:
-        problems.append("lm_head has gains, which llmq does not compute for the logits")
-    try:
-        targets = scaled(found, inward)
-    except UsageError as error:
-        targets = ()
-        problems.append(str(error))
-    return Gains(targets, also=also), problems

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from llmq.adapters.budget import Budget
 from llmq.adapters.targets import FILE
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
 from llmq.stores.moments import StatePiece
 from llmq.stores.sharding import Shards
 from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
+
+if TYPE_CHECKING:
+    from llmq.adapters.adalora import Budget
 
 ALIGNED = 4  # the flags of a row begin at a multiple of so many, as kernels read 16 bytes at a time
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0

@@ -1,23 +1,57 @@
 """LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021): W x + s B A x, with A (R,K) and B
 (N,R), s = alpha / R, or alpha / sqrt(R) (rsLoRA; Kalajdzievski, 2023), and the ways in which A and B begin.
+
+In PEFT's format (LoraConfig) `lora_A.weight`, `lora_B.weight` and the `lora_magnitude_vector` of DoRA. The tensors that
+are there say which maps have adapters, and of what rank; the config must agree.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
+from pydantic import Field, PlainValidator
 
+from llmq.adapters.first_values import TAKEN_OUT, FirstAdapter, first_pair
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
-from llmq.adapters.peft_names import in_full_config, plain, target_names
-from llmq.adapters.taken_out import TAKEN_OUT, first_pair
-from llmq.adapters.targets import FILE, MAGNITUDE, Target, outputs_of, scale_of
+from llmq.adapters.peft_format import (
+    PREFIX,
+    About,
+    AdapterExport,
+    PeftConfig,
+    Rank,
+    Read,
+    check_pattern,
+    in_full_config,
+    plain,
+    read_modules,
+    target_names,
+)
+from llmq.adapters.targets import (
+    FILE,
+    LM_HEAD,
+    MAGNITUDE,
+    Target,
+    chosen,
+    outputs_of,
+    scale_of,
+    targets,
+    trained_in_full,
+    untied_only,
+    without_head,
+)
 from llmq.errors import UsageError
+from llmq.files.source import Values
+from llmq.files.tensor_files import Stored
 from llmq.files.weight_files import norms_of
 from llmq.model.config import ModelConfig
+from llmq.options.adapters import AdapterOptions
 from llmq.row import Row
 from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.dora import DoraLinear
@@ -25,6 +59,29 @@ from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedAdapter, LoraAdapter, LowRank
 
 INITS = {"kaiming": True, "eva": True}  # as PEFT's config has it, where its word is another
+SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
+_Number = TypeVar("_Number", int, float)
+
+
+def _numbers(value: Any) -> Any:
+    if value is not None and not (isinstance(value, dict) and all(type(n) in (int, float) for n in value.values())):
+        raise ValueError("must be an object of numbers by names or patterns, or null")
+    for pattern in value or ():
+        check_pattern(pattern)
+    return value
+
+
+Numbers = Annotated[Any, PlainValidator(_numbers)]
+
+
+class LoraKeys(PeftConfig):
+    """What is read of PEFT's LoraConfig."""
+
+    r: Rank = 8
+    lora_alpha: float = 8
+    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    rank_pattern: Numbers = None
+    alpha_pattern: Numbers = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +107,48 @@ class Lora(Method):
     plus: float = 1.0
     rho: float = 1.0
     budget: int | None = None
+
+    peft_types: ClassVar[tuple[str, ...]] = ("LORA",)
+    peft_keys: ClassVar[type[PeftConfig]] = LoraKeys
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Lora | None:
+        """LoRA, unless the ranks are AdaLoRA's. UsageError."""
+        if options.lora_rank is None or options.adalora:
+            return None
+        about: dict[str, Any] = {"rslora": options.rslora, "init": options.lora_init or "kaiming", "dora": options.dora}
+        return cls(**shared(options, config), **about, rho=options.eva_rho or 1.0, budget=options.lora_budget)
+
+    @classmethod
+    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
+        """What a LoraConfig and its tensors say, and what is wrong with them."""
+        a, b = "lora_A.weight", "lora_B.weight"
+        found = read_modules(about, tensors, config, (a, b, MAGNITUDE), f"{a} and lora_B.weight")
+        rank, rslora, dora = int(about.get("r", 8)), bool(about.get("use_rslora")), bool(about.get("use_dora"))
+        alpha, targets = float(about.get("lora_alpha", 8)), list[Target]()
+        for module, own in found.tensors.items():
+            size = int(_of_pattern(about.get("rank_pattern"), module.name, rank))
+            shapes: dict[str, tuple[int, ...]] = {a: (size, module.inputs), b: (module.outputs, size)}
+            if MAGNITUDE in own and not dora:
+                found.problems.append(f"{module.name}.{MAGNITUDE} is there, and use_dora is not")
+            shapes |= {MAGNITUDE: (module.outputs,)} if dora else {}
+            found.check(module, shapes, "the model and its rank ask for")
+            factor = float(_of_pattern(about.get("alpha_pattern"), module.name, alpha))
+            targets.append(Target(module, size, factor, scale_of(size, factor, rslora=rslora)))
+        said, has_head = about.get("init_lora_weights", True), any(t.module.name == LM_HEAD for t in targets)
+        if dora and has_head:
+            found.problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
+        if said not in SAME_BASE and said not in TAKEN_OUT:
+            found.problems.append(
+                f"init_lora_weights {said} changes the model as llmq does not: save the adapter with "
+                "path_initial_model_for_weight_conversion"
+            )
+        init = said if said in ("gaussian", *TAKEN_OUT) else "kaiming"
+        if init in TAKEN_OUT and config.tie_embeddings and has_head:
+            found.problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
+        dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
+        read = cls(rank, alpha, tuple(targets), dropout, bias, rslora, init, dora, also=found.also)
+        return read, found.problems
 
     @property
     def added_weights(self) -> float:  # type: ignore[override]
@@ -208,6 +307,16 @@ class Lora(Method):
         """Those of PiSSA or OLoRA."""
         return first_pair(self.init, weight, target.rank, target.scale)
 
+    def file(
+        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
+    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+        """As PEFT converts what was taken out of the model: an adapter of twice the rank, with what it began with."""
+        if model is None or not self.takes_out:
+            return super().file(rows, config, base, revision, model)
+        about = self.doubled().peft_config(config, base, revision)
+        stored = partial(_beside_first, FirstAdapter(self, config, model))
+        return _of_twice_the_rank(self.stored_rows(rows)), partial(AdapterExport, about=about, stored=stored)
+
     def doubled(self) -> Lora:
         """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""
         more = 2**0.5 if self.rslora else 2.0
@@ -236,3 +345,86 @@ class Lora(Method):
             return moved * (m[start:stop] / norms_of(moved))[:, None] - weight[start:stop]
 
         return change
+
+
+def shared(options: AdapterOptions, config: ModelConfig) -> dict[str, Any]:
+    """What the options say of adapters of any kind, as arguments. UsageError."""
+    assert options.lora_targets is not None
+    modules, alpha = chosen(options.lora_targets, config), options.lora_alpha or 0.0
+    rank = options.lora_rank if isinstance(options.lora_rank, int) else 0  # 0 is yet to be found
+    if options.dora:
+        without_head(modules)
+    if options.lora_init in TAKEN_OUT and config.tie_embeddings:
+        untied_only(modules, options.lora_init)
+    if not rank and config.tie_embeddings and any(module.name == LM_HEAD for module in modules):
+        raise UsageError(
+            f"--lora-rank auto looks at gradients of maps, and that of {LM_HEAD} is the embedding's too: leave it out "
+            "of --lora-targets"
+        )
+    patterns: dict[str, Any] = {
+        "ranks": _patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
+        "alphas": _patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
+    }
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": targets(modules, rank, alpha, rslora=options.rslora, **patterns),
+        "dropout": options.lora_dropout or 0.0,
+        "bias": options.lora_bias or "none",
+        "base": options.base_dtype,
+        "also": trained_in_full(options.train_also, config, modules),
+        "plus": options.lora_plus_ratio or 1.0,
+    }
+
+
+def _patterns(option: str, text: str | None, kind: Callable[[str], _Number]) -> dict[str, _Number]:
+    """What `PATTERN=NUMBER` with commas between says, in order. UsageError for what is no number above 0, and for a
+    pattern with two numbers."""
+    found: dict[str, _Number] = {}
+    for one in text.split(",") if text else ():
+        name, _, said = one.strip().rpartition("=")
+        try:
+            number = kind(said)
+        except ValueError:
+            number = kind("0")
+        if not name or not 0 < number < math.inf:
+            raise UsageError(f"{option} {one.strip()}: write PATTERN=NUMBER with a number above 0, such as q_proj=32")
+        if found.setdefault(name, number) != number:
+            raise UsageError(f"{option} gives {name} twice, as {found[name]:g} and as {number:g}: remove one")
+    return found
+
+
+def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> float:
+    """The value of the first key that is the end of a name, or matches it, as PEFT looks it up."""
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
+
+
+def _of_twice_the_rank(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows of an adapter with room for what was trained, and for what it began with."""
+    found = []
+    for row in rows:
+        if row.name.endswith(".lora_a"):
+            parts = tuple(replace(part, start=2 * part.start, stop=2 * part.stop) for part in row.parts)
+            row = replace(row, shape=(2 * row.shape[0], row.shape[1]), parts=parts)
+        elif ".lora_b." in row.name:
+            row = replace(row, shape=(row.shape[0], 2 * row.shape[1]))
+        found.append(row)
+    return tuple(found)
+
+
+def _beside_first(first: FirstAdapter, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
+    """The rows of twice the rank, and what reads A over the first A, and B beside minus the first B."""
+
+    def both(row: Row) -> np.ndarray:
+        value, (site, found, _) = read(row), row.name.partition(".lora_")
+        if not found or ".lora_m" in row.name:
+            return value
+        pairs = first.pairs(site)
+        own = [pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)] for part in row.parts]
+        if ".lora_b." in row.name:
+            ((_, b),) = own
+            return np.concatenate([value, -b], axis=1)
+        halves = [value[part.start // 2 : part.stop // 2] for part in row.parts]
+        return np.concatenate([one for half, (a, _) in zip(halves, own, strict=True) for one in (half, a)])
+
+    return rows, both

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
+from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.importance import NoImportance
-from llmq.adapters.peft_names import stored_rows
+from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
 from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
 from llmq.blocks.embed import Embed, PromptedEmbed
 from llmq.blocks.head import Totals
+from llmq.files.source import ModelSource, Values
+from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.adapters import AdapterOptions
 from llmq.protocols import Site
 from llmq.row import Row
 from llmq.sites.linear import Linear
@@ -57,12 +61,33 @@ class Method:
     targets = NO_TARGETS  # the maps that it adapts
     freezes = True  # whether the model is frozen
     num_virtual = 0  # virtual tokens before each document
-    dropout = 0.0  # share of inputs that is left out in training
     added_weights = 0.0  # beside the model's, that a token passes
     looks_at = NOTHING  # what it finds out by gradients or inputs before it is planned
     unmergeable = NOTHING  # why it is a part of no weight
     is_relative = False  # whether what it changes depends on the value of the weight
     takes_out = False  # whether what it begins with is taken out of the weights
+
+    peft_types: ClassVar[tuple[str, ...]] = ()  # what PEFT calls it
+    peft_keys: ClassVar[type[PeftConfig]] = PeftConfig  # types and limits of its config's keys
+
+    # where it comes from
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Method | None:
+        """What the options ask for, if it is this, in a run of so many `steps` (0: unknown). UsageError."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Method, list[str]]:
+        """What a folder's config and tensors, by our names, say, and what is wrong with them."""
+        raise NotImplementedError
+
+    def first_values(
+        self, options: AdapterOptions, source: ModelSource, model: Values, seed: int, given: Mapping[str, np.ndarray]
+    ) -> Values:
+        """The values of all rows before the first step of a run that trains new ones: by `model`, or `given` by the
+        names of their tensors. UsageError."""
+        return FirstAdapter(self, source.config, model, given).values
 
     # what computes
 
@@ -193,12 +218,19 @@ class Method:
         """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
         return stored_rows(rows, self.targets)
 
+    def file(
+        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
+    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+        """Those of a plan's rows that its file has, and what makes the export of them. It is for the model as it was,
+        whose values are `model`; None: for what is left of that where something is taken out of it."""
+        return self.stored_rows(rows), partial(AdapterExport, about=self.peft_config(config, base, revision))
+
+    def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
+        """By the names of our tensors, of which tensor of a file they are columns, where they are of one."""
+        return {}
+
     def first_pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Where it takes out what it begins with: A (R,K) and B (N,R) of a weight (N,K)."""
-        raise NotImplementedError
-
-    def doubled(self) -> Method:
-        """Where it takes out what it begins with: what fits the model as it was, with twice the rank."""
         raise NotImplementedError
 
     def on_rest(self) -> Method:

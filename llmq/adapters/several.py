@@ -16,7 +16,10 @@ from llmq.adapters.lora import Lora
 from llmq.adapters.method import Group, Method, SiteFacts
 from llmq.adapters.targets import FILE, Target
 from llmq.blocks.head import TotalsOfRows
+from llmq.errors import UsageError
+from llmq.model import optimizer
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.sweep import MemberOptions
 from llmq.row import Row
 from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.linear import Linear
@@ -142,3 +145,25 @@ def alike(adapters: Lora, count: int, batch_size: int) -> Several:
     assert batch_size % count == 0, f"{batch_size} rows for {count} adapters"
     members = (Member(f"adapter-{n + 1}", replace(adapters, base=None), batch_size // count, n) for n in range(count))
     return Several(tuple(members), base=adapters.base)
+
+
+def member_of(one: MemberOptions, found: Method) -> Member:
+    """An adapter of --adapters. UsageError for what cannot share the base with others."""
+    flat, why = one.options.to_flat(), _not_shared(found)
+    if why is not None or not isinstance(found, Lora):
+        raise UsageError(
+            f"{one.name}: the adapter in {flat['adapter']} has {why}, which does not go with --adapters: train it alone"
+        )
+    hyper = optimizer.resolve(one.options.optimizer)
+    return Member(one.name, replace(found, base=None), flat["batch_size"], flat["seed"], hyper)
+
+
+def _not_shared(found: Method) -> str | None:
+    """What an adapter has that others would see, or that llmq has of one adapter alone."""
+    if type(found) is not Lora:
+        return "another method than LoRA"
+    if found.takes_out:
+        return f"a base that {found.init} took it out of"
+    if found.also or found.bias != "none":
+        return "parameters of the model"
+    return "magnitudes" if found.dora else None

@@ -178,12 +178,14 @@ def modules_of(row: Row, config: ModelConfig) -> tuple[str, ...]:
 
 
 def trained_in_full(
-    text: str, config: ModelConfig, adapted: Sequence[Module], option: str = "--train-also"
+    text: str | None, config: ModelConfig, adapted: Sequence[Module], option: str = "--train-also"
 ) -> frozenset[str]:
-    """The names of the rows of the modules that `text` names: names or patterns, with commas.
+    """The names of the rows of the modules that `text` names: names or patterns, with commas; None: of none.
 
     UsageError for one that matches nothing or that has an adapter, and where only a part of a row would be trained.
     """
+    if text is None:
+        return frozenset()
     rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
     names = {name for row in rows for name in modules_of(row, config)}
     if unknown := [by or "''" for by in wanted if not any(matches(by, name) for name in names)]:

@@ -13,24 +13,25 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from llmq.adapters.method import Method
+from llmq.adapters.peft_format import About, AdapterExport, Read
 from llmq.adapters.targets import FILE
 from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
 from llmq.blocks.embed import Embed, PromptedEmbed
-from llmq.files import weight_files
-from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.source import Values
+from llmq.errors import UsageError
+from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.files.tensor_files import Stored
+from llmq.files.weight_files import FILE_DTYPES
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
+from llmq.options.adapters import AdapterOptions
 from llmq.row import Part, Row
 
 PROMPT_ROW = "embed.prompt"
@@ -46,6 +47,21 @@ class VirtualTokens(Method):
 
     unmergeable = "virtual tokens, which are a part of no weight"
 
+    @classmethod
+    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[VirtualTokens, list[str]]:
+        """What a config of virtual tokens and its tensor say, and what is wrong with them."""
+        found = cls(int(about.get("num_virtual_tokens") or 0))
+        wanted = (found.num_virtual, found.width(config))
+        problems = [f"{name} is no part of virtual tokens" for name in tensors if name != TENSOR]
+        if (tensor := tensors.get(TENSOR)) is None:
+            return found, [*problems, f"missing: {TENSOR}"]
+        if tensor.shape != wanted or not found.num_virtual:
+            has = f"{TENSOR} has shape {list(tensor.shape)}"
+            problems.append(f"{has}, its config and the model ask for {list(wanted)}")
+        if tensor.dtype not in FILE_DTYPES:
+            problems.append(f"{TENSOR} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
+        return found, problems
+
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
         return {**super().identity(), "method": self.name, "virtual tokens": self.num_virtual}
@@ -54,9 +70,21 @@ class VirtualTokens(Method):
         """What is trained, of how many tokens."""
         return f"{self.kind} of {self.num_virtual} virtual tokens before each document"
 
-    def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The rows of virtual tokens."""
-        return tuple(row for row in rows if row.file == FILE)
+    def file(
+        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
+    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+        """The rows of virtual tokens, side by side."""
+        about = self.peft_config(config, base, revision)
+        return [row for row in rows if row.file == FILE], partial(AdapterExport, about=about, stored=_side_by_side)
+
+    def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
+        """Of the one tensor."""
+        found, start = {}, 0
+        layers = [Row(str(n), (), (), "", decay=False, layer=n) for n in range(config.num_layers)]
+        for row in (row for row in self.with_own(layers, config) if row.parts):
+            found[row.parts[0].name] = TENSOR, slice(start, start + row.shape[1])
+            start += row.shape[1]
+        return found
 
     def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
         """What PEFT's configs of both have."""
@@ -84,6 +112,29 @@ class Prompt(VirtualTokens):
 
     name = "prompt"
     kind = "Embeddings"
+    peft_types: ClassVar[tuple[str, ...]] = ("PROMPT_TUNING", "P_TUNING")
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Prompt | None:
+        """The prompt of --prompt-tuning."""
+        return None if options.prompt_tuning is None else cls(options.prompt_tuning, base=options.base_dtype)
+
+    def first_values(
+        self, options: AdapterOptions, source: ModelSource, model: Values, seed: int, given: Mapping[str, np.ndarray]
+    ) -> Values:
+        """As in PEFT drawn, or the embeddings of tokens. UsageError."""
+        drawn = super().first_values(options, source, model, seed, given)
+        if options.prompt_init_text is None and options.prompt_init != "sample_vocab":
+            return drawn
+
+        def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+            for row, value in drawn(rows):
+                if row.name == PROMPT_ROW:
+                    ((_, every),) = model(parameter_rows(source.config)[:1])
+                    value = every[_prompt_tokens(options, source, self.num_virtual, seed)].astype(np.float32)
+                yield row, value
+
+        return values
 
     def embed(self, base: Embed, config: ModelConfig) -> PromptedEmbed:
         """The embedding, with the virtual tokens' in place of those of their positions."""
@@ -111,6 +162,12 @@ class Prefix(VirtualTokens):
 
     name = "prefix"
     kind = "Keys and values in every layer"
+    peft_types: ClassVar[tuple[str, ...]] = ("PREFIX_TUNING",)
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Prefix | None:
+        """The prefix of --prefix-tuning."""
+        return None if options.prefix_tuning is None else cls(options.prefix_tuning, base=options.base_dtype)
 
     def rotary(self, base: Rotary | NormedRotary) -> PrefixedRotary:
         """Keys and values, with the virtual tokens' in place of those of their positions."""
@@ -144,71 +201,31 @@ class Prefix(VirtualTokens):
         }
 
 
-KINDS = {"PROMPT_TUNING": Prompt, "P_TUNING": Prompt, "PREFIX_TUNING": Prefix}  # by PEFT's name
-
-
 def prefix_width(config: ModelConfig) -> int:
     """Channels of a virtual token's keys and values in a layer."""
     return 2 * config.num_kv_heads * config.head_dim
 
 
-def checked_virtual(
-    about: dict[str, Any], tensors: dict[str, Stored], config: ModelConfig
-) -> tuple[VirtualTokens, list[str]]:
-    """What a config of virtual tokens and its tensor say, and what is wrong with them."""
-    found = KINDS[about["peft_type"]](int(about.get("num_virtual_tokens") or 0))
-    count, width = found.num_virtual, found.width(config)
-    problems = [f"{name} is no part of virtual tokens" for name in tensors if name != TENSOR]
-    if (tensor := tensors.get(TENSOR)) is None:
-        problems.append(f"missing: {TENSOR}")
-    else:
-        if tensor.shape != (count, width) or not count:
-            wanted = f"its config and the model ask for {[count, width]}"
-            problems.append(f"{TENSOR} has shape {list(tensor.shape)}, {wanted}")
-        if tensor.dtype not in weight_files.FILE_DTYPES:
-            problems.append(f"{TENSOR} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
-    return found, problems
+def _prompt_tokens(options: AdapterOptions, source: ModelSource, count: int, seed: int) -> list[int]:
+    """The tokens that a prompt begins as: those of a text, repeated or cut, or drawn. UsageError."""
+    vocab_size, text = source.config.vocab_size, options.prompt_init_text
+    if text is None:
+        drawn = (uniform_block(seed, PROMPT_ROW, 0, count).astype(np.float64) + 1) / 2 * vocab_size
+        return drawn.astype(int).tolist()
+    folder = source.tokenizer_folder or source.preset_tokenizer
+    if folder is None:
+        raise UsageError(f"--prompt-init-text {text!r} needs a tokenizer, and {source.name} has none: add --tokenizer")
+    from llmq.data.tokens.tokenizer import TextTokenizer  # a sixth of a second, for a plan that seldom needs it
+
+    tokenizer = TextTokenizer.open(str(folder))
+    ids = [*tokenizer.begin_ids, *tokenizer.encoder.encode(text, add_special_tokens=False).ids]
+    if not ids or max(ids) >= vocab_size:
+        raise UsageError(f"--prompt-init-text {text!r} has no tokens of the model's vocabulary: give another text")
+    return [ids[place % len(ids)] for place in range(count)]
 
 
-def columns_of(adapters: Method, config: ModelConfig) -> dict[str, slice]:
-    """The columns of the tensor that are each of our parts, by name."""
-    found, start = {}, 0
-    layers = [Row(str(n), (), (), "", decay=False, layer=n) for n in range(config.num_layers)]
-    for row in (row for row in adapters.with_own(layers, config) if row.parts):
-        found[row.parts[0].name] = slice(start, start + row.shape[1])
-        start += row.shape[1]
-    return found
-
-
-def begun_as(tokens: Callable[[], Sequence[int]], config: ModelConfig, model: Values) -> Values:
-    """The values of rows as by `model`, but a prompt is the embeddings of `tokens` (N,), as in PEFT."""
-    embedding = parameter_rows(config)[:1]
-
-    def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-        for row, value in model(rows):
-            if row.name == PROMPT_ROW:
-                ((_, every),) = model(embedding)
-                value = every[list(tokens())].astype(np.float32)
-            yield row, value
-
-    return values
-
-
-@dataclass(frozen=True)
-class VirtualExport(Export):
-    """The export of virtual tokens: PEFT's two files, and the tokenizer's."""
-
-    about: dict[str, Any] = field(default_factory=dict)  # adapter_config.json
-
-    def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
-        """Config and weights into a new folder."""
-        first = self.rows[0]
-        shape = (first.shape[0], sum(row.shape[1] for row in self.rows))
-        whole = Row("virtual tokens", shape, (Part(TENSOR, 0, shape[0]),), first.init, decay=True)
-        write_tensors(folder / ADAPTER_WEIGHTS, [whole], partial(_joined, read, self.rows), self.dtype)
-        write_json(folder / ADAPTER_CONFIG, self.about)
-
-
-def _joined(read: Callable[[Row], np.ndarray], rows: Sequence[Row], whole: Row) -> np.ndarray:
-    """The values of rows side by side."""
-    return np.concatenate([read(row) for row in rows], axis=1)
+def _side_by_side(rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
+    """One row of all, and what reads it."""
+    shape = (rows[0].shape[0], sum(row.shape[1] for row in rows))
+    whole = Row("virtual tokens", shape, (Part(TENSOR, 0, shape[0]),), rows[0].init, decay=True)
+    return [whole], lambda _: np.concatenate([read(row) for row in rows], axis=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmq.adapters.budget import kept
+from llmq.adapters.adalora import choosing, kept
 from llmq.adapters.importance import Importance
-from llmq.adapters.peft import AdapterExport
+from llmq.adapters.peft_format import AdapterExport
 from llmq.engine.engine import Engine
 from llmq.files.huggingface import Export
 
@@ -56,7 +56,7 @@ class RankAllocation(Allocation):
     def exported(self, engine: Engine, export: Export) -> Export:
         """An adapter of what is kept, alone."""
         assert isinstance(export, AdapterExport)
-        return export.choosing(self.importance.patterns(engine.kept()))
+        return choosing(export, self.importance.patterns(engine.kept()))
 
 
 def allocation_of(engine: Engine, say: Callable[[str], None]) -> Allocation:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from llmq.adapters.adalora import present
-from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.merge import MergedExport, untied
-from llmq.adapters.peft import AdapterExport, with_first
 from llmq.adapters.resolve import merges
-from llmq.adapters.virtual_tokens import VirtualExport
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
@@ -93,13 +89,8 @@ def open_model(
         export = open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces)
         return OpenedExports((export,), templates.notices, warning)
     revision = None if source.revision is None else source.revision.partition(",")[0]
-    rows, first = adapters.stored_rows(plan.rows), None
-    if adapters.takes_out and not plan.held_base.is_quantized:  # as PEFT converts it: it fits the model as it was
-        rows, first, adapters = with_first(rows), FirstAdapter(adapters, config, model), adapters.doubled()
-    written = adapters.peft_config(config, source.name, revision)
-    make: Callable[..., Export] = partial(AdapterExport, about=written, first=first, patterns=present(adapters))
-    if adapters.num_virtual:
-        make = partial(VirtualExport, about=written)
+    before = None if plan.held_base.is_quantized else model
+    rows, make = adapters.file(plan.rows, config, source.name, revision, before)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
     return OpenedExports((export, *_merged(options, export, plan)), templates.notices, warning)
 

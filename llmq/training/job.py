@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.adapters import members as several
 from llmq.adapters import resolve as adapters
-from llmq.adapters.several import Several
 from llmq.backends import Backend, open_backend
 from llmq.data.batches.loader import Data
 from llmq.data.tokens.tokenizer import num_ids
@@ -322,9 +320,7 @@ def _first_values(
     found: Surveyed,
 ) -> Values:
     """What gives rows as they are before the first step."""
-    if isinstance(spec.adapters, Several):
-        return several.first_values(members, spec.adapters, source, model)
-    return adapters.first_values(options.adapters, spec.adapters, source, model, seed, found.first)
+    return adapters.first_values(options.adapters, spec.adapters, source, model, seed, found.first, members)
 
 
 def _fit(

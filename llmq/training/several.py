@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmq.adapters.peft import AdapterExport
 from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
@@ -80,11 +78,10 @@ def open_exports(
     revision = None if source.revision is None else source.revision.partition(",")[0]
     for one in members:
         adapters = several.by_name[one.name].adapters
-        rows = adapters.stored_rows(own_rows(plan, one.name))
+        rows, make = adapters.file(own_rows(plan, one.name), config, source.name, revision, None)
         tokenizer, templates = exported_tokenizer(source, one.named, one.data)
         notices += [text for text in templates.notices if text not in notices]
-        about = adapters.peft_config(config, source.name, revision)
-        made: dict[str, Any] = {"default": "fp32", "make": partial(AdapterExport, about=about)}
+        made: dict[str, Any] = {"default": "fp32", "make": make}
         export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces, **made)
         found.append(replace(export, folder=Path(export.folder) / one.name))
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmq.adapters import members as several
 from llmq.adapters import resolve as adapters
 from llmq.blocks.attention import Packing
 from llmq.data.batches.step import step_of
@@ -68,8 +67,7 @@ class Facts:
             precision.watching(options.precision).every > 0,
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
-            several.resolve(self.members, options.to_flat()["base_dtype"], self.config)
-            or adapters.resolve(options.adapters, self.config, self.steps),
+            adapters.resolve(options.adapters, self.config, self.steps, self.members),
             adapters.frozen(options.adapters, self.config),
             regularization.resolve(options.regularization),
         )

@@ -7,8 +7,7 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, GivenData, bits, placed_batch, plan_of, spec_of, tiny, unseen
 from tiny_engines import engine_of as loaded
 
-from llmq.adapters.adalora import AdaLora, with_triplets
-from llmq.adapters.budget import Budget
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.targets import chosen, targets
