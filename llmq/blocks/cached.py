@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.blocks.attention import DenseCore, Heads
+from llmq.blocks.head import Chunk, Head, LogitsReader
 from llmq.op_protocol import Ops
 from llmq.protocols import Parameters, Site, Slots
 from llmq.tensor import Slot
@@ -113,63 +115,71 @@ class Sampler:
         """No intermediates."""
         return ()
 
-    def forward(self, ops: Ops, a: Slots) -> None:
-        """a.batch.tokens, a.batch.positions <- a.logits and they themselves."""
-        batch = a.batch
-        ops.sample(batch.tokens, batch.positions, a.logits, batch.positions, batch.samples, **self.numbers)
+    def forward(self, ops: Ops, at: Chunk) -> None:
+        """The batch's tokens and positions <- at.a.logits and they themselves."""
+        batch = at.a.batch
+        ops.sample(batch.tokens, batch.positions, at.a.logits, batch.positions, batch.samples, **self.numbers)
+
+    def total(self, ops: Ops, a: Slots) -> None:
+        """Nothing more."""
 
 
-class PenalizedSampler(Sampler):
-    """The same from logits that are lower for tokens that a sequence has."""
+class Penalized:
+    """Another sampler, from logits that are lower for tokens that a sequence has."""
 
-    def __init__(self, vocab_size: int, sampling: Sampling) -> None:
-        super().__init__(vocab_size, sampling)
-        self.penalty = sampling.repetition_penalty
+    def __init__(self, sampler: LogitsReader, penalty: float) -> None:
+        self.sampler, self.penalty = sampler, penalty
 
     def slots(self, logits: Slot) -> tuple[Slot, ...]:
         """penalized (B,1,Vp)."""
-        return (Slot("penalized", logits.shape, (), "stat"),)
+        return (*self.sampler.slots(logits), Slot("penalized", logits.shape, (), "stat"))
 
-    def forward(self, ops: Ops, a: Slots) -> None:
-        """a.batch.tokens, a.batch.positions, a.batch.seen <- a.logits and they themselves."""
-        batch = a.batch
-        ops.penalize(a.penalized, batch.seen, a.logits, batch.seen, batch.tokens, penalty=self.penalty)
-        ops.sample(batch.tokens, batch.positions, a.penalized, batch.positions, batch.samples, **self.numbers)
+    def forward(self, ops: Ops, at: Chunk) -> None:
+        """The batch's seen, and what the sampler writes, <- at.a.logits and the batch."""
+        batch = at.a.batch
+        ops.penalize(at.a.penalized, batch.seen, at.a.logits, batch.seen, batch.tokens, penalty=self.penalty)
+        self.sampler.forward(ops, replace(at, a=at.a.renamed({"logits": "penalized"})))
+
+    def total(self, ops: Ops, a: Slots) -> None:
+        """That of the sampler."""
+        self.sampler.total(ops, a)
 
 
-class ScoredSampler:
+class Scored:
     """Another sampler, and -log p of the token that it takes: by the logits themselves, without penalty or cuts."""
 
-    def __init__(self, sampler: Sampler, padded_vocab: int) -> None:
-        self.sampler, self.vp = sampler, padded_vocab
-        self.numbers: dict[str, Any] = {"vocab_size": sampler.numbers["vocab_size"], "z_loss": 0.0}
+    def __init__(self, sampler: LogitsReader, vocab_size: int) -> None:
+        self.sampler, self.vocab_size = sampler, vocab_size
 
     def slots(self, logits: Slot) -> tuple[Slot, ...]:
-        """d_logits (B,Vp), which nothing reads: it is never made."""
-        return (*self.sampler.slots(logits), Slot("d_logits", (logits.shape[0], self.vp)))
+        """Those of the sampler."""
+        return self.sampler.slots(logits)
 
-    def forward(self, ops: Ops, a: Slots) -> None:
-        """a.batch.loss (B,), and what the sampler writes, <- a.logits and a.batch."""
-        self.sampler.forward(ops, a)
-        batch, (count,) = a.batch, a.batch.loss.shape
-        ops.cross_entropy(a.d_logits, batch.loss, a.logits.chunk(0, count), batch.tokens.flat(0, count), **self.numbers)
+    def forward(self, ops: Ops, at: Chunk) -> None:
+        """a.batch.loss (B,), and what the sampler writes, <- at.a.logits and the batch."""
+        self.sampler.forward(ops, at)
+        batch, rows = at.a.batch, (0, at.count)
+        d_logits, logits = at.d.logits.chunk(*rows), at.a.logits.chunk(*rows)  # a gradient that is never made
+        ops.cross_entropy(
+            d_logits, batch.loss, logits, batch.tokens.flat(*rows), vocab_size=self.vocab_size, z_loss=0.0
+        )
+
+    def total(self, ops: Ops, a: Slots) -> None:
+        """That of the sampler."""
+        self.sampler.total(ops, a)
 
 
-class TokenHead:
-    """The next token from W rmsnorm(res). res, x (B,1,C); logits (B,1,Vp)."""
+class TokenHead(Head):
+    """The head of one token of each sequence: logits (B,1,Vp) in one chunk, which is the batch."""
 
-    def __init__(
-        self, hidden_size: int, padded_vocab: int, eps: float, site: Site, sampler: Sampler | ScoredSampler
-    ) -> None:
-        self.c, self.vp, self.eps, self.site, self.sampler = hidden_size, padded_vocab, eps, site, sampler
+    def __init__(self, hidden_size: int, padded_vocab: int, eps: float, site: Site, reader: LogitsReader) -> None:
+        super().__init__(hidden_size, padded_vocab, eps, 1, site, reader)
+        self.ends = ("",)
 
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Intermediates for a batch of b sequences of t tokens."""
-        x, logits = Slot("x", (b, t, self.c)), Slot("logits", (b, t, self.vp))
-        return (x, Slot("rstd", (b, t), (), "stat"), logits, *self.site.slots(x), *self.sampler.slots(logits))
+    def logits(self, b: int, t: int) -> Slot:
+        """Those of the batch."""
+        return Slot("logits", (b, t, self.vp))
 
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.batch <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        self.site.forward(ops, a, a.logits, a.x, w)
-        self.sampler.forward(ops, a)
+    def chunks(self, a: Slots, d: Slots) -> Iterator[Chunk]:
+        """The whole frames."""
+        yield Chunk(a, d, 0, a.loss.shape[0])

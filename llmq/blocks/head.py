@@ -1,9 +1,14 @@
-"""The head: final norm, logits and loss in chunks of tokens, so that a micro-batch's logits never exist at once."""
+"""The head: final norm, logits in chunks of tokens, so that a micro-batch's never exist at once, and what reads them.
+
+A reader is a loss, which makes the gradient in the same pass, or in generation a sampler (llmq/blocks/cached.py). What
+changes logits before any of these is a reader around it, with slots of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from llmq.op_protocol import Ops
 from llmq.protocols import Parameters, Site, Slots
@@ -32,71 +37,107 @@ class TotalsOfRows(Totals):
             yield total.loss, total.tokens, a.loss.flat(*at), a.batch.targets.flat(*at)
 
 
-class Head:
-    """loss = cross entropy(W rmsnorm(res)), with its gradient made in the same pass over each chunk.
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + count) of a batch: frames in which x, logits and the site's own slots are theirs."""
 
-    res, x (B,T,C); loss (B,T) per token; logits of chunk i (B*T/chunks, Vp).
+    a: Slots
+    d: Slots
+    start: int
+    count: int
+
+    def of(self, ref: Ref) -> Ref:
+        """Their numbers of a tensor (B,T)."""
+        return ref.flat(self.start, self.count)
+
+
+class LogitsReader(Protocol):
+    """What is made of logits."""
+
+    def slots(self, logits: Slot) -> tuple[Slot, ...]:
+        """Intermediates of a chunk with these logits."""
+
+    def forward(self, ops: Ops, at: Chunk) -> None:
+        """What it leaves of a chunk, and at.d.logits, <- at.a.logits."""
+
+    def total(self, ops: Ops, a: Slots) -> None:
+        """What it leaves of the batch."""
+
+
+class CrossEntropy:
+    """The loss -log p of the targets, and `z_loss` times the squared log-partition. a.loss (B,T) per token."""
+
+    def __init__(self, vocab_size: int, z_loss: float, totals: Totals) -> None:
+        self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
+        self.totals = totals
+
+    def slots(self, logits: Slot) -> tuple[Slot, ...]:
+        """No intermediates."""
+        return ()
+
+    def forward(self, ops: Ops, at: Chunk) -> None:
+        """at.d.logits, the tokens' losses <- at.a.logits, targets."""
+        ops.cross_entropy(at.d.logits, at.of(at.a.loss), at.a.logits, at.of(at.a.batch.targets), **self.numbers)
+
+    def total(self, ops: Ops, a: Slots) -> None:
+        """The sums of losses and of trained tokens."""
+        for loss, tokens, losses, targets in self.totals.of(a):
+            ops.loss_sum(loss, tokens, losses, targets)
+
+
+class Head:
+    """What `reader` makes of the logits W rmsnorm(res), chunk by chunk.
+
+    res, x (B,T,C); loss (B,T) of each token; logits of a chunk (B*T/num_chunks, Vp).
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        padded_vocab: int,
-        eps: float,
-        chunks: int,
-        z_loss: float,
-        site: Site,
-        totals: Totals,
+        self, hidden_size: int, padded_vocab: int, eps: float, num_chunks: int, site: Site, reader: LogitsReader
     ) -> None:
-        self.c, self.vp, self.eps, self.chunks, self.site = hidden_size, padded_vocab, eps, chunks, site
-        self.totals = totals
-        self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
+        self.c, self.vp, self.eps, self.num_chunks = hidden_size, padded_vocab, eps, num_chunks
+        self.site, self.reader = site, reader
+        self.ends = tuple(f"#{i}" for i in range(num_chunks))  # of the names of each chunk's slots
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        logits = (b * t // self.chunks, self.vp)
-        return (
-            self._x(b, t),
-            Slot("rstd", (b, t), (), "stat"),
-            Slot("loss", (b, t), (), "stat"),
-            *(Slot(f"logits#{i}", logits) for i in range(self.chunks)),
-            *self.site.slots(self._x(b, t)),
-        )
+        x = Slot("x", (b, t, self.c))
+        of_batch = (x, Slot("rstd", (b, t), (), "stat"), Slot("loss", (b, t), (), "stat"), *self.site.slots(x))
+        logits = self.logits(b, t)
+        of_chunk = (logits, *self.reader.slots(logits))
+        return (*of_batch, *(replace(slot, name=f"{slot.name}{end}") for end in self.ends for slot in of_chunk))
+
+    def logits(self, b: int, t: int) -> Slot:
+        """Those of a chunk."""
+        return Slot("logits", (b * t // self.num_chunks, self.vp))
+
+    def forward(self, ops: Ops, a: Slots, d: Slots, w: Parameters) -> None:
+        """What the reader leaves <- a.res."""
+        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        for at in self.chunks(a, d):
+            self.read(ops, at, w)
+        self.reader.total(ops, a)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
-        """d.res, dw and the step's loss and token count <- a.res, a.batch.targets."""
+        """d.res, dw, and what the reader leaves, <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        for i, start, count in self._chunks(a):
-            logits, d_logits, x = a[f"logits#{i}"], d[f"logits#{i}"], a.x.chunk(start, count)
-            targets = a.batch.targets.flat(start, count)
-            at, d_at = (self._cut(frame, start, count) for frame in (a, d))
-            self.site.forward(ops, at, logits, x, w)
-            ops.cross_entropy(d_logits, a.loss.flat(start, count), logits, targets, **self.numbers)
-            self.site.backward(ops, at, d_at, d.x.chunk(start, count), dw, d_logits, x, w)
-        for loss, tokens, losses, targets in self.totals.of(a):
-            ops.loss_sum(loss, tokens, losses, targets)
+        for at in self.chunks(a, d):
+            self.read(ops, at, w)
+            self.site.backward(ops, at.a, at.d, at.d.x, dw, at.d.logits, at.a.x, w)
+        self.reader.total(ops, a)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
 
-    def evaluate(self, ops: Ops, a: Slots, w: Parameters, d: Slots) -> None:
-        """The batch's loss and token count <- a.res, a.batch.targets; no gradient."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        for i, start, count in self._chunks(a):
-            logits, targets = a[f"logits#{i}"], a.batch.targets.flat(start, count)
-            self.site.forward(ops, self._cut(a, start, count), logits, a.x.chunk(start, count), w)
-            loss = a.loss.flat(start, count)  # of the data alone, whatever training adds to it
-            ops.cross_entropy(d[f"logits#{i}"], loss, logits, targets, **{**self.numbers, "z_loss": 0.0})
-        for loss, tokens, losses, targets in self.totals.of(a):
-            ops.loss_sum(loss, tokens, losses, targets)
+    def read(self, ops: Ops, at: Chunk, w: Parameters) -> None:
+        """What the reader leaves of a chunk <- at.a.x."""
+        self.site.forward(ops, at.a, at.a.logits, at.a.x, w)
+        self.reader.forward(ops, at)
 
-    def _x(self, b: int, t: int) -> Slot:
-        return Slot("x", (b, t, self.c))
-
-    def _cut(self, a: Slots, start: int, count: int) -> Slots:
-        """The frame for `count` rows of the site's input, which cut its own slots of tokens too."""
-        own = self.site.slots(self._x(*a.loss.shape))
-        return a.chunk([slot.name for slot in own if not slot.of_weights], start, count)
-
-    def _chunks(self, a: Slots) -> list[tuple[int, int, int]]:
-        count = a.loss.shape[0] * a.loss.shape[1] // self.chunks
-        return [(i, i * count, count) for i in range(self.chunks)]
+    def chunks(self, a: Slots, d: Slots) -> Iterator[Chunk]:
+        """All of them, in order."""
+        b, t = a.loss.shape
+        of_tokens = ["x", *(slot.name for slot in self.site.slots(Slot("x", (b, t, self.c))) if not slot.of_weights)]
+        logits, count = self.logits(b, t), b * t // self.num_chunks
+        names = [logits.name, *(slot.name for slot in self.reader.slots(logits))]
+        for i, end in enumerate(self.ends):
+            own, start = {name: f"{name}{end}" for name in names}, i * count
+            at, d_at = (frame.chunk(of_tokens, start, count).renamed(own) for frame in (a, d))
+            yield Chunk(at, d_at, start, count)

@@ -1,23 +1,37 @@
-"""Gated feed-forward sublayer (SwiGLU; Shazeer, 2020), whole or in tiles of tokens."""
+"""Feed-forward sublayer, whole or in tiles of tokens. What varies between models is the activation, an object."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Site, Slots
-from llmq.tensor import Slot
+from llmq.protocols import Activation, Parameters, PiecedSublayer, Site, Slots
+from llmq.tensor import Ref, Slot
+
+
+class SwiGlu:
+    """act = silu(gate) * up (Shazeer, 2020), of gate_up (...,2F), gate first."""
+
+    def forward(self, ops: Ops, act: Ref, gate_up: Ref) -> None:
+        """act (...,F) <- gate_up."""
+        ops.swiglu_forward(act, gate_up)
+
+    def backward(self, ops: Ops, d_gate_up: Ref, d_act: Ref, gate_up: Ref) -> None:
+        """d_gate_up (...,2F) <- d_act (...,F), gate_up."""
+        ops.swiglu_backward(d_gate_up, d_act, gate_up)
 
 
 class Mlp:
-    """out = res + down(silu(gate) * up), (gate, up) = W_up rmsnorm(res).
+    """out = res + down(activation(gate, up)), (gate, up) = W_up rmsnorm(res).
 
     res, x, out (B,T,C); gate_up (B,T,2F), gate first; act (B,T,F); rstd (B,T).
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int, eps: float, up: Site, down: Site) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, activation: Activation, down: Site
+    ) -> None:
         self.c, self.f, self.eps = hidden_size, intermediate_size, eps
-        self.up, self.down = up, down
+        self.up, self.activation, self.down = up, activation, down
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -38,30 +52,28 @@ class Mlp:
         """a.out <- a.res."""
         ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
         self.up.forward(ops, a, a.gate_up, a.x, w.up)
-        ops.swiglu_forward(a.act, a.gate_up)
+        self.activation.forward(ops, a.act, a.gate_up)
         self.down.forward(ops, a, a.out, a.act, w.down, residual=a.res)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
         self.down.backward(ops, a, d, d.act, dw.down, d.out, a.act, w.down)
-        ops.swiglu_backward(d.gate_up, d.act, a.gate_up)
+        self.activation.backward(ops, d.gate_up, d.act, a.gate_up)
         self.up.backward(ops, a, d, d.x, dw.up, d.gate_up, a.x, w.up)
         ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)
 
 
-class TiledMlp(Mlp):
-    """The same a tile of tokens at a time: each has slots of its own, is made again on its own, and goes back before
-    the next one is made. Gradients of weights are sums over tiles."""
+class Tiled:
+    """The sublayer `base`, of which no token sees another, in tiles of tokens: each has slots of its own, is made again
+    on its own, and goes back before the next one is made. Gradients of weights are sums over tiles."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, down: Site, *, tiles: int
-    ) -> None:
-        super().__init__(hidden_size, intermediate_size, eps, up, down)
-        self.tiles = tiles
+    def __init__(self, base: PiecedSublayer, tiles: int) -> None:
+        self.base, self.tiles, self.sites = base, tiles, base.sites
+        self.forward, self.backward = base.forward, base.backward  # of a tile's frames
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates of every tile, of b * t / tiles tokens."""
-        of_one = super().slots(1, b * t // self.tiles)
+        of_one = self.base.slots(1, b * t // self.tiles)
         shapes = {slot.name: slot.shape if slot.of_weights else slot.shape[1:] for slot in of_one}
         return tuple(
             replace(slot, name=f"{slot.name}#{i}", shape=shapes[slot.name])
@@ -72,6 +84,6 @@ class TiledMlp(Mlp):
     def pieces(self, a: Slots) -> list[Slots]:
         """A frame for each tile, in order."""
         rows = a.res.shape[0] * a.res.shape[1] // self.tiles
-        names = [slot.name for slot in super().slots(1, rows)]
+        names = [slot.name for slot in self.base.slots(1, rows)]
         cuts = (a.chunk(("res", "out"), i * rows, rows) for i in range(self.tiles))
         return [cut.renamed({name: f"{name}#{i}" for name in names}) for i, cut in enumerate(cuts)]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from llmq.blocks.embed import Embed
+from llmq.blocks.head import Head
 from llmq.op_protocol import Ops
 from llmq.ops.record import Backward, Replay
 from llmq.protocols import GradStore, Parameters, PartName, PiecedSublayer, Site, Slots, Sublayer, WeightStore
@@ -43,7 +42,7 @@ class Model:
 
     embed: Embed
     blocks: tuple[Block, ...]
-    head: Any  # Head in training, TokenHead in generation
+    head: Head
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -65,22 +64,16 @@ class Model:
         for (name, w), dw in zip(*walks, strict=True):
             parts[name].backward(back, a[name], d[name], w, dw)
 
-    def evaluate(self, ops: Ops, a: Slots, d: Slots, weights: WeightStore) -> None:
-        """The sums of loss and tokens <- a.batch; no gradient, though the head's slots in `d` are named."""
-        self._to_head(ops, a, weights, partial(self.head.evaluate, d=d["head"]))
-
-    def infer(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
-        """What the head leaves <- a.batch; nothing is kept for a backward pass."""
-        self._to_head(ops, a, weights, self.head.forward)
+    def infer(self, ops: Ops, a: Slots, d: Slots, weights: WeightStore) -> None:
+        """What the reader of the logits leaves, such as the sums of loss and tokens, <- a.batch. No gradient is read,
+        though that of the logits has a name in `d`."""
+        parts: dict[PartName, Callable[..., None]] = {name: part.forward for name, part in self.below_head.items()}
+        parts["head"] = lambda ops, a, w: self.head.forward(ops, a, d["head"], w)
+        for name, w in weights.walk(ops, tuple(parts), "forward"):
+            parts[name](ops, a[name], w)
 
     def read(self, ops: Ops, a: Slots, weights: WeightStore) -> None:
         """What the blocks leave outside their slots, such as a cache, <- a.batch."""
         below = self.below_head
         for name, w in weights.walk(ops, tuple(below), "forward"):
             below[name].forward(ops, a[name], w)
-
-    def _to_head(self, ops: Ops, a: Slots, weights: WeightStore, head: Callable[..., None]) -> None:
-        """Every part's forward, with `head` in place of the last one's."""
-        calls = {**{name: part.forward for name, part in self.below_head.items()}, "head": head}
-        for name, w in weights.walk(ops, tuple(calls), "forward"):
-            calls[name](ops, a[name], w)

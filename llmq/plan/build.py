@@ -13,17 +13,17 @@ from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, Pac
 from llmq.blocks.cached import (
     CachedCore,
     NormedUnturned,
-    PenalizedSampler,
+    Penalized,
     PromptCore,
     Sampler,
     Sampling,
-    ScoredSampler,
+    Scored,
     TokenHead,
     Unturned,
 )
 from llmq.blocks.embed import Embed, NoisyEmbed
-from llmq.blocks.head import Head
-from llmq.blocks.mlp import Mlp, TiledMlp
+from llmq.blocks.head import CrossEntropy, Head, LogitsReader
+from llmq.blocks.mlp import Mlp, SwiGlu, Tiled
 from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
@@ -80,10 +80,9 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
-    c, padded = config.hidden_size, padded_vocab(config)
-    sizes = (c, config.vocab_size, padded, config.rms_norm_eps, memory.head_chunks, spec.regularization.z_loss)
-    head = Head(*sizes, site(HEAD), spec.adapters.totals())
-    return Model(_embed(spec), layers, head)
+    loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss, spec.adapters.totals())
+    sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
+    return Model(_embed(spec), layers, Head(*sizes, site(HEAD), loss))
 
 
 def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
@@ -109,10 +108,12 @@ def build_prompt_reader(spec: Spec, sampling: Sampling, sites: Sites = site_of) 
 
 def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
     config = spec.config
-    kind = Sampler if sampling.repetition_penalty == 1 else PenalizedSampler
-    sampler, padded = kind(config.vocab_size, sampling), padded_vocab(config)
-    scored = ScoredSampler(sampler, padded) if sampling.logprobs else sampler
-    head = TokenHead(config.hidden_size, padded, config.rms_norm_eps, sites(spec, HEAD), scored)
+    sampler: LogitsReader = Sampler(config.vocab_size, sampling)
+    if sampling.repetition_penalty != 1:
+        sampler = Penalized(sampler, sampling.repetition_penalty)
+    if sampling.logprobs:
+        sampler = Scored(sampler, config.vocab_size)
+    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, sites(spec, HEAD), sampler)
     return Model(embed, _blocks(spec, cores, rotary, sites), head)
 
 
@@ -124,8 +125,9 @@ def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1)
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
         attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
-        mlp = c, config.intermediate_size, eps, site(f"{at}.mlp.up"), site(f"{at}.mlp.down")
-        found.append(Block(attention, Mlp(*mlp) if tiles == 1 else TiledMlp(*mlp, tiles=tiles)))
+        maps = site(f"{at}.mlp.up"), SwiGlu(), site(f"{at}.mlp.down")
+        mlp = Mlp(c, config.intermediate_size, eps, *maps)
+        found.append(Block(attention, mlp if tiles == 1 else Tiled(mlp, tiles)))
     return tuple(found)
 
 

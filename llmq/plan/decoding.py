@@ -85,7 +85,7 @@ class DecodingRecordings:
         """The next token of every sequence."""
         ops, model = Recorder(), build_decoder(self.spec, self.sampling, self._sites)
         frames = self._frames(model, self._inputs["decode"], self.spec.batch_size, 1)
-        model.infer(ops, frames.a, self._weights)
+        model.infer(ops, frames.a, frames.d, self._weights)
         return ops.calls
 
     def _prompt(self, length: int) -> list[Call]:

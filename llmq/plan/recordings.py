@@ -166,9 +166,9 @@ class Recordings:
 
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""
-        ops, model = Recorder(), build_model(self.spec.without_noise(), self._sites)
+        ops, model = Recorder(), build_model(self.spec.evaluated(), self._sites)
         frames = self._frames(model, self.batch, self.evaluated, 0)
-        model.evaluate(ops, frames.a, frames.d, self.weights)
+        model.infer(ops, frames.a, frames.d, self.weights)
         return ops.calls
 
     def _fused(self, *, applies: bool) -> Use:

@@ -60,7 +60,11 @@ class Spec:
         added, is_frozen = adapters.added_weights, lambda row: adapters.is_frozen(row, self.frozen)
         return seconds_per_token(self.config, self.seq_len, peaks, dtype, added, is_frozen)
 
+    def evaluated(self) -> Spec:
+        """The run as it is evaluated, and as it writes: no noise, no dropout, and the loss of the data alone."""
+        return replace(self.without_noise(), regularization=UNREGULARIZED)
+
     def without_noise(self) -> Spec:
-        """The run as it is evaluated, and as it writes: no noise on tokens, no dropout."""
+        """The same without noise on tokens and dropout."""
         quiet = replace(self.regularization, neftune_alpha=0.0)
         return replace(self, regularization=quiet, adapters=self.adapters.without_dropout())
