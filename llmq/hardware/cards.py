@@ -19,6 +19,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from llmq.disk import GIB, MIB
 
@@ -26,51 +27,6 @@ TERA, GIGA = 1e12, 1e9
 # What the driver keeps of the memory that NVML counts, and a CUDA context with its libraries.
 CONTEXT_BYTES = 1280 * MIB
 
-# Of the memory of a card, from the data sheets above; not of all cards.
-GIGABYTES_PER_S = {
-    "A100 40GB": 1555,
-    "A100 80GB": 2039,
-    "A30": 933,
-    "A10": 600,
-    "A40": 696,
-    "H100 SXM": 3350,
-    "H100 PCIe": 2000,
-    "H100 NVL": 3900,
-    "H200": 4800,
-    "H200 NVL": 4800,
-    "H800": 3350,
-    "H20": 4000,
-    "B200": 8000,
-    "GB200": 8000,
-    "B300": 8000,
-    "GB300": 8000,
-    "GB10": 273,
-    "L4": 300,
-    "L40": 864,
-    "L40S": 864,
-    "RTX 6000 Ada": 960,
-    "RTX A6000": 768,
-    "RTX PRO 6000": 1792,
-    "RTX 3060": 360,
-    "RTX 3070": 448,
-    "RTX 3080": 760,
-    "RTX 3090": 936,
-    "RTX 3090 Ti": 1008,
-    "RTX 4060 Ti 16GB": 288,
-    "RTX 4070": 504,
-    "RTX 4080": 717,
-    "RTX 4080 SUPER": 736,
-    "RTX 4090": 1008,
-    "RTX 5070 Ti": 896,
-    "RTX 5080": 960,
-    "RTX 5090": 1792,
-}
-# Of NVLink in one direction, half of what the data sheets above print; of cards that are not all linked, none.
-NVLINK_GIGABYTES_PER_S = {
-    **dict.fromkeys(("H100 SXM", "H200", "H20", "H20 141GB"), 450),
-    "H800": 200,
-    **dict.fromkeys(("B200", "GB200", "B300", "GB300"), 900),
-}
 HOPPER = "NVIDIA H100 Tensor Core GPU Architecture whitepaper"
 AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A"
@@ -80,7 +36,11 @@ RTX_PRO = "NVIDIA RTX PRO Blackwell GPU Architecture whitepaper"
 
 @dataclass(frozen=True)
 class Card:
-    """A model of GPU. Rates in TFLOP/s; those of bf16 and e4m3 are matrix products summed in f32, None without fp8."""
+    """A model of GPU. Rates in TFLOP/s; those of bf16 and e4m3 are matrix products summed in f32, None without fp8.
+
+    In GB/s, from the same data sheets: of its `memory`, None where it is not in the table, and of `nvlink` to the other
+    cards of a machine in one direction, half of what the sheets print; None where not all are linked.
+    """
 
     name: str
     reported: tuple[str, ...]  # what NVML and CUDA call it, without "NVIDIA"
@@ -91,6 +51,8 @@ class Card:
     e4m3: float | None
     fp32: float
     source: str  # of the rates
+    memory: float | None = None
+    nvlink: float | None = None
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -101,8 +63,7 @@ class Card:
     @property
     def memory_rate(self) -> float | None:
         """Bytes/s of its memory; None where that is not in the table."""
-        rate = GIGABYTES_PER_S.get(self.name)
-        return rate and GIGA * rate
+        return self.memory and GIGA * self.memory
 
     @property
     def link_rate(self) -> float:
@@ -112,8 +73,7 @@ class Card:
     @property
     def peer_rate(self) -> float | None:
         """Bytes/s of its links to other cards of a machine, in one direction; None without NVLink."""
-        rate = NVLINK_GIGABYTES_PER_S.get(self.name)
-        return rate and GIGA * rate
+        return self.nvlink and GIGA * self.nvlink
 
     @property
     def total_bytes(self) -> int:
@@ -128,26 +88,27 @@ class Card:
 
 PAPERS = (
     Card("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), (8, 0), 108, 40960,
-         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
+         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet", memory=1555),
     Card("A100 80GB", ("A100-SXM4-80GB", "A100 80GB PCIe"), (8, 0), 108, 81920,
-         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet"),
+         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet", memory=2039),
     Card("A800 40GB", ("A800-SXM4-40GB", "A800 40GB Active"), (8, 0), 108, 40960,
          312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
     Card("A800 80GB", ("A800-SXM4-80GB", "A800 80GB PCIe"), (8, 0), 108, 81920,
          312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
-    Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, "NVIDIA A30 datasheet (330 with sparsity)"),
-    Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, "NVIDIA H20 datasheet"),
-    Card("H20 141GB", ("H20-3e",), (9, 0), 78, 143771, 148, 296, 44, "NVIDIA H20 datasheet"),
+    Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, "NVIDIA A30 datasheet (330 with sparsity)", memory=933),
+    Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, "NVIDIA H20 datasheet", memory=4000, nvlink=450),
+    Card("H20 141GB", ("H20-3e",), (9, 0), 78, 143771, 148, 296, 44, "NVIDIA H20 datasheet", nvlink=450),
     Card("H800", ("H800",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9,
-         "NVIDIA H800 datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
-    Card("H100 SXM", ("H100 80GB HBM3",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, HOPPER),
-    Card("H100 PCIe", ("H100 PCIe",), (9, 0), 114, 81559, 756, 1513, 51.2, HOPPER),
+         "NVIDIA H800 datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)", memory=3350, nvlink=200),
+    Card("H100 SXM", ("H100 80GB HBM3",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, HOPPER, memory=3350, nvlink=450),
+    Card("H100 PCIe", ("H100 PCIe",), (9, 0), 114, 81559, 756, 1513, 51.2, HOPPER, memory=2000),
     Card("H100 NVL", ("H100 NVL",), (9, 0), 132, 95830, 835.5, 1670.5, 60,
-         "NVIDIA H100 Tensor Core GPU datasheet (1671 and 3341 with sparsity)"),
+         "NVIDIA H100 Tensor Core GPU datasheet (1671 and 3341 with sparsity)", memory=3900),
     Card("H200", ("H200",), (9, 0), 132, 143771, 989.4, 1978.9, 66.9,
-         "NVIDIA H200 Tensor Core GPU datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
+         "NVIDIA H200 Tensor Core GPU datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)",
+         memory=4800, nvlink=450),
     Card("H200 NVL", ("H200 NVL",), (9, 0), 132, 143771, 835.5, 1670.5, 60,
-         "NVIDIA H200 Tensor Core GPU datasheet (1671 and 3341 with sparsity)"),
+         "NVIDIA H200 Tensor Core GPU datasheet (1671 and 3341 with sparsity)", memory=4800),
     Card("GH200 96GB", ("GH200 480GB", "GH200 120GB"), (9, 0), 132, 97871, 989.4, 1978.9, 66.9,
          "NVIDIA GH200 Grace Hopper Superchip datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
     Card("GH200 144GB", ("GH200 144G HBM3e",), (9, 0), 132, 145920, 989.4, 1978.9, 66.9,
@@ -155,26 +116,29 @@ PAPERS = (
     Card("B100", ("B100",), (10, 0), 148, 183359, 1750, 3500, 60,
          "NVIDIA Blackwell datasheet, HGX B100, one GPU (3.5 and 7 PFLOP/s with sparsity)"),
     Card("B200", ("B200",), (10, 0), 148, 183359, 2250, 4500, 75,
-         "NVIDIA Blackwell datasheet, HGX B200, one GPU (4.5 and 9 PFLOP/s with sparsity)"),
+         "NVIDIA Blackwell datasheet, HGX B200, one GPU (4.5 and 9 PFLOP/s with sparsity)", memory=8000, nvlink=900),
     Card("GB200", ("GB200",), (10, 0), 152, 189471, 2500, 5000, 80,
-         "NVIDIA GB200 NVL72 datasheet, one GPU (5 and 10 PFLOP/s with sparsity)"),
+         "NVIDIA GB200 NVL72 datasheet, one GPU (5 and 10 PFLOP/s with sparsity)", memory=8000, nvlink=900),
     Card("B300", ("B300 SXM6 AC",), (10, 3), 148, 275040, 2250, 4500, 75,
-         "NVIDIA HGX B300 specifications, an eighth (36 and 72 PFLOP/s with sparsity, 600 TFLOP/s fp32)"),
+         "NVIDIA HGX B300 specifications, an eighth (36 and 72 PFLOP/s with sparsity, 600 TFLOP/s fp32)",
+         memory=8000, nvlink=900),
     Card("GB300", ("GB300",), (10, 3), 152, 284208, 2500, 5000, 80,
-         "NVIDIA GB300 NVL72 specifications, one GPU (360 and 720 PFLOP/s for 72 with sparsity)"),
+         "NVIDIA GB300 NVL72 specifications, one GPU (360 and 720 PFLOP/s for 72 with sparsity)",
+         memory=8000, nvlink=900),
     Card("L20", ("L20",), (8, 9), 92, 46068, 119.5, 239, 59.8, "NVIDIA L20 datasheet"),
-    Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, "NVIDIA L4 datasheet (242 and 485 with sparsity)"),
-    Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, "NVIDIA L40 datasheet"),
-    Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, "NVIDIA L40S datasheet"),
+    Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, "NVIDIA L4 datasheet (242 and 485 with sparsity)",
+         memory=300),
+    Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, "NVIDIA L40 datasheet", memory=864),
+    Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, "NVIDIA L40S datasheet", memory=864),
     Card("A2", ("A2",), (8, 6), 10, 15356, 18, None, 4.5, "NVIDIA A2 datasheet (36 with sparsity)"),
-    Card("A10", ("A10",), (8, 6), 72, 23028, 125, None, 31.2, "NVIDIA A10 datasheet (250 with sparsity)"),
+    Card("A10", ("A10",), (8, 6), 72, 23028, 125, None, 31.2, "NVIDIA A10 datasheet (250 with sparsity)", memory=600),
     Card("A10G", ("A10G",), (8, 6), 80, 23028, 70, None, 35, "NVIDIA A10G datasheet (140 with sparsity)"),
     Card("A16", ("A16",), (8, 6), 10, 15356, 17.9, None, 4.5, "NVIDIA A16 datasheet, one of four GPUs"),
-    Card("A40", ("A40",), (8, 6), 84, 46068, 149.7, None, 37.4, "NVIDIA A40 datasheet"),
+    Card("A40", ("A40",), (8, 6), 84, 46068, 149.7, None, 37.4, "NVIDIA A40 datasheet", memory=696),
     Card("RTX 6000 Ada", ("RTX 6000 Ada Generation",), (8, 9), 142, 49140, 364.2, 728.5, 91.1,
-         "NVIDIA RTX 6000 Ada Generation datasheet (1457 fp8 with sparsity)"),
+         "NVIDIA RTX 6000 Ada Generation datasheet (1457 fp8 with sparsity)", memory=960),
     Card("RTX PRO 6000", ("RTX PRO 6000 Blackwell Workstation Edition",), (12, 0), 188, 97887,
-         503.8, 1007.6, 126, RTX_PRO),
+         503.8, 1007.6, 126, RTX_PRO, memory=1792),
     Card("RTX PRO 6000 Max-Q", ("RTX PRO 6000 Blackwell Max-Q Workstation Edition",), (12, 0), 188, 97887,
          438.9, 877.8, 109.7, RTX_PRO),
     Card("RTX PRO 6000 Server", ("RTX PRO 6000 Blackwell Server Edition",), (12, 0), 188, 97887, 500, 1000, 120,
@@ -183,7 +147,7 @@ PAPERS = (
     # capability 12.x that sums in f32 at full rate, and cudnn-frontend's benchmarks count 1024 FLOP per clock and SM.
     Card("GB10", ("GB10",), (12, 1), 48, 124546, 125, 250, 31,
          "NVIDIA DGX Spark datasheet (1 PFLOP/s of fp4 with sparsity; bf16 an eighth, fp8 a quarter of it); "
-         "fp32: NVIDIA at Hot Chips 2025"),
+         "fp32: NVIDIA at Hot Chips 2025", memory=273),
 )  # fmt: skip
 
 
@@ -195,29 +159,29 @@ class CardFamily:
     flops: int
     reported: str
     source: str
-    cards: tuple[tuple[str, int, int, int], ...]  # name, SMs, boost clock in MHz, MiB
+    cards: tuple[tuple[Any, ...], ...]  # name, SMs, boost clock in MHz, MiB; GB/s of its memory, if known
 
     def all(self) -> tuple[Card, ...]:
         """The cards, with the rates that follow."""
         return tuple(self._card(*row) for row in self.cards)
 
-    def _card(self, name: str, num_sms: int, megahertz: int, memory_mib: int) -> Card:
+    def _card(self, name: str, num_sms: int, megahertz: int, memory_mib: int, memory: float | None = None) -> Card:
         bf16, fp32 = (round(num_sms * flops * megahertz / 1e6, 1) for flops in (self.flops, 256))
         e4m3 = round(num_sms * 2 * self.flops * megahertz / 1e6, 1) if self.capability >= (8, 9) else None
         # Two sizes of a GeForce card are one name to the driver: here it is the first's.
         is_other = name.endswith("GB") and self.reported.startswith("GeForce")
         reported = () if is_other else (self.reported.format(name),)
-        return Card(name, reported, self.capability, num_sms, memory_mib, bf16, e4m3, fp32, self.source)
+        return Card(name, reported, self.capability, num_sms, memory_mib, bf16, e4m3, fp32, self.source, memory)
 
 
 FAMILIES = (
     CardFamily((8, 6), 512, "GeForce {}", AMPERE, (
         ("RTX 2050", 16, 1477, 4096),  # a laptop's, of Ampere
-        ("RTX 3050", 20, 1777, 8192), ("RTX 3050 6GB", 18, 1470, 6144), ("RTX 3060", 28, 1777, 12288),
+        ("RTX 3050", 20, 1777, 8192), ("RTX 3050 6GB", 18, 1470, 6144), ("RTX 3060", 28, 1777, 12288, 360),
         ("RTX 3060 8GB", 28, 1777, 8192), ("RTX 3060 Ti", 38, 1665, 8192),
-        ("RTX 3070", 46, 1725, 8192), ("RTX 3070 Ti", 48, 1770, 8192), ("RTX 3080", 68, 1710, 10240),
-        ("RTX 3080 12GB", 70, 1710, 12288), ("RTX 3080 Ti", 80, 1665, 12288), ("RTX 3090", 82, 1695, 24576),
-        ("RTX 3090 Ti", 84, 1860, 24564), ("RTX 3050 Laptop GPU", 16, 1740, 4096),
+        ("RTX 3070", 46, 1725, 8192, 448), ("RTX 3070 Ti", 48, 1770, 8192), ("RTX 3080", 68, 1710, 10240, 760),
+        ("RTX 3080 12GB", 70, 1710, 12288), ("RTX 3080 Ti", 80, 1665, 12288), ("RTX 3090", 82, 1695, 24576, 936),
+        ("RTX 3090 Ti", 84, 1860, 24564, 1008), ("RTX 3050 Laptop GPU", 16, 1740, 4096),
         ("RTX 3050 6GB Laptop GPU", 20, 1492, 6144),
         ("RTX 3050 Ti Laptop GPU", 20, 1695, 4096), ("RTX 3060 Laptop GPU", 30, 1703, 6144),
         ("RTX 3070 Laptop GPU", 40, 1620, 8192), ("RTX 3070 Ti Laptop GPU", 46, 1485, 8192),
@@ -225,17 +189,19 @@ FAMILIES = (
         ("RTX 3080 Ti Laptop GPU", 58, 1590, 16384),
     )),
     CardFamily((8, 9), 512, "GeForce {}", ADA, (
-        ("RTX 4060", 24, 2460, 8188), ("RTX 4060 Ti", 34, 2535, 8188), ("RTX 4060 Ti 16GB", 34, 2535, 16380),
-        ("RTX 4070", 46, 2475, 12282), ("RTX 4070 SUPER", 56, 2475, 12282), ("RTX 4070 Ti", 60, 2610, 12282),
-        ("RTX 4070 Ti SUPER", 66, 2610, 16376), ("RTX 4080", 76, 2505, 16376), ("RTX 4080 SUPER", 80, 2550, 16376),
-        ("RTX 4090", 128, 2520, 24564), ("RTX 4090 D", 114, 2520, 24564), ("RTX 4050 Laptop GPU", 20, 2370, 6141),
+        ("RTX 4060", 24, 2460, 8188), ("RTX 4060 Ti", 34, 2535, 8188), ("RTX 4060 Ti 16GB", 34, 2535, 16380, 288),
+        ("RTX 4070", 46, 2475, 12282, 504), ("RTX 4070 SUPER", 56, 2475, 12282), ("RTX 4070 Ti", 60, 2610, 12282),
+        ("RTX 4070 Ti SUPER", 66, 2610, 16376), ("RTX 4080", 76, 2505, 16376, 717),
+        ("RTX 4080 SUPER", 80, 2550, 16376, 736),
+        ("RTX 4090", 128, 2520, 24564, 1008), ("RTX 4090 D", 114, 2520, 24564), ("RTX 4050 Laptop GPU", 20, 2370, 6141),
         ("RTX 4060 Laptop GPU", 24, 2370, 8188), ("RTX 4070 Laptop GPU", 36, 2175, 8188),
         ("RTX 4080 Laptop GPU", 58, 2280, 12282), ("RTX 4090 Laptop GPU", 76, 2040, 16376),
     )),
     CardFamily((12, 0), 512, "GeForce {}", RTX_BLACKWELL, (
         ("RTX 5050", 20, 2572, 8151), ("RTX 5060", 30, 2497, 8151), ("RTX 5060 Ti", 36, 2572, 8151),
-        ("RTX 5060 Ti 16GB", 36, 2572, 16311), ("RTX 5070", 48, 2512, 12227), ("RTX 5070 Ti", 70, 2452, 16303),
-        ("RTX 5080", 84, 2617, 16303), ("RTX 5090", 170, 2407, 32607), ("RTX 5050 Laptop GPU", 20, 2662, 8151),
+        ("RTX 5060 Ti 16GB", 36, 2572, 16311), ("RTX 5070", 48, 2512, 12227), ("RTX 5070 Ti", 70, 2452, 16303, 896),
+        ("RTX 5080", 84, 2617, 16303, 960), ("RTX 5090", 170, 2407, 32607, 1792),
+        ("RTX 5050 Laptop GPU", 20, 2662, 8151),
         ("RTX 5060 Laptop GPU", 26, 2497, 8151), ("RTX 5070 Laptop GPU", 36, 2347, 8151),
         ("RTX 5070 Ti Laptop GPU", 46, 2220, 12227), ("RTX 5080 Laptop GPU", 60, 2287, 16303),
         ("RTX 5090 Laptop GPU", 82, 2160, 24463),
@@ -243,7 +209,7 @@ FAMILIES = (
     CardFamily((8, 6), 1024, "{}", f"{AMPERE}; datasheets of the RTX A series", (
         ("RTX A400", 6, 1762, 4094), ("RTX A1000", 18, 1462, 8188), ("RTX A2000", 26, 1200, 6138),
         ("RTX A2000 12GB", 26, 1200, 12282), ("RTX A4000", 48, 1560, 16376), ("RTX A4500", 56, 1650, 20470),
-        ("RTX A5000", 64, 1695, 24564), ("RTX A5500", 80, 1665, 24564), ("RTX A6000", 84, 1800, 49140),
+        ("RTX A5000", 64, 1695, 24564), ("RTX A5500", 80, 1665, 24564), ("RTX A6000", 84, 1800, 49140, 768),
     )),
     CardFamily((8, 9), 1024, "{} Generation", f"{ADA}; datasheets of the Ada workstation cards", (
         ("RTX 2000 Ada", 22, 2130, 16380), ("RTX 4000 SFF Ada", 48, 1560, 20475), ("RTX 4000 Ada", 48, 2175, 20475),
