@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +244,11 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     return run(BenchRequest(**_with_training(given)), pattern, listed=listed)
 
 
-command.params += [*_shared(), *_as_in_training(*OF_RUNS), shell.version_option()]
+command.params += [*_shared(), *_as_in_training(*OF_RUNS)]
 op.params += _shared()
+shell.version_option(command)
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

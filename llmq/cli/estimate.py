@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -43,7 +42,7 @@ def _options() -> list[click.Parameter]:
         "Estimate the longest sequence, one in a step, that fits in the settings that are given. Tiles and chunks of "
         "logits that are not given are of 8,192 and 4,096 tokens."
     )
-    return [*found, click.Option(["--longest"], is_flag=True, help=about), shell.version_option()]
+    return [*found, click.Option(["--longest"], is_flag=True, help=about)]
 
 
 def _estimate(*, longest: bool, **given: Any) -> None:
@@ -66,12 +65,9 @@ command = click.Command(
     "downloaded. The exit code is 4 where the run does not fit.",
     epilog="Example: llmq-estimate --model Qwen/Qwen2.5-7B --gpu 'RTX 4090' --batch-size 1 --recompute-block",
 )
+shell.version_option(command)
 
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

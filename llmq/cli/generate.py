@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from llmq.errors import UsageError
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
+@shell.version_option
 @click.command(
     "llmq-generate",
     context_settings=shell.SETTINGS,
@@ -171,13 +170,7 @@ def _refuse_idle(given: str, options: dict[str, Any]) -> None:
         raise UsageError("--out takes JSON lines: give --json with it, or a file of --prompts")
 
 
-command.params.append(shell.version_option())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

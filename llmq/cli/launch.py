@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +49,7 @@ class Machines:
         return ("llmq-launch", *((*machines, *store) if self.count > 1 else ()), ranks, *patience, "--")
 
 
+@shell.version_option
 @click.command(
     "llmq-launch",
     context_settings=shell.SETTINGS,
@@ -160,13 +160,7 @@ def _start(
     return start_group(options.launch, group, on_gpus=procs is None)
 
 
-command.params.append(shell.version_option())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

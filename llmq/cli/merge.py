@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -12,6 +10,7 @@ from llmq.cli import shell
 from llmq.errors import UsageError
 
 
+@shell.version_option
 @click.command(
     "llmq-merge",
     context_settings=shell.SETTINGS,
@@ -103,13 +102,7 @@ def command(
     click.echo(f"{done.num_maps} linear maps changed{onto}: {done.folder}")
 
 
-command.params.append(shell.version_option())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

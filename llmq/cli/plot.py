@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -11,6 +9,7 @@ import click
 from llmq.cli import shell
 
 
+@shell.version_option
 @click.command(
     "llmq-plot",
     context_settings=shell.SETTINGS,
@@ -53,13 +52,7 @@ def command(runs: tuple[str, ...], output: str, last_steps: int) -> None:
     click.echo(path)
 
 
-command.params.append(shell.version_option())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

@@ -187,13 +187,20 @@ def versions() -> str:
     return "\n".join(lines)
 
 
-def version_option() -> click.Option:
-    """`--version`, for every command."""
-    return click.Option(
-        ["--version"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=show_and_exit(versions),
-        help="Show the versions of llmq, Python and libraries, and exit.",
-    )
+version_option = click.option(  # of every command
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_and_exit(versions),
+    help="Show the versions of llmq, Python and libraries, and exit.",
+)
+
+
+def console_script(command: click.Command) -> Callable[..., None]:
+    """A function that runs a command with `arguments`, by default those of the process, and exits with its code."""
+
+    def main(arguments: Sequence[str] | None = None) -> None:
+        sys.exit(run(command, arguments))
+
+    return main

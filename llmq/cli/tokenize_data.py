@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from llmq.screen import Screen
 from llmq.training.interrupt import terminable
 
 
+@shell.version_option
 @click.command("tokenize-data", context_settings=shell.SETTINGS)
 @click.option(
     "--dataset",
@@ -171,13 +171,7 @@ def command(
         click.echo(f"{file.path}: {file.num_tokens} tokens in {documents}")
 
 
-command.params.append(shell.version_option())
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command, arguments))
-
+main = shell.console_script(command)
 
 if __name__ == "__main__":
     main()

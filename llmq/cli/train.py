@@ -224,7 +224,6 @@ def command() -> click.Command:
             callback=shell.show_and_exit(lambda: json.dumps(json_schema(), indent=2)),
             help="Print the JSON schema of --config files, and exit.",
         ),
-        shell.version_option(),
         click.Option(
             ["--help-all"],
             is_flag=True,
@@ -234,7 +233,7 @@ def command() -> click.Command:
             help=f"Show all {len(descriptions())} options, by subject, with defaults and aliases.",
         ),
     ]
-    return TrainCommand(
+    made = TrainCommand(
         "llmq-train",
         params=parameters,
         callback=click.pass_context(train),
@@ -242,6 +241,7 @@ def command() -> click.Command:
         help="Trains a Llama or Qwen model on text, chats or token files, and saves it as a Hugging Face folder.",
         epilog="Example: llmq-train --model=Qwen/Qwen2.5-0.5B --data=chats.jsonl --epochs=3",
     )
+    return shell.version_option(made)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

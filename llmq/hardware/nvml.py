@@ -30,10 +30,7 @@ THROTTLE = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) and app
 class Reading:
     """A GPU now. None is not known. `throttled` names what holds the clocks down: empty if nothing."""
 
-    name: str | None = None
     driver: str | None = None
-    total_bytes: int | None = None
-    free_bytes: int | None = None
     used_bytes: int | None = None
     sm_mhz: int | None = None
     memory_mhz: int | None = None
@@ -64,10 +61,7 @@ def read(uuid: str, *, traffic: bool = False) -> Reading | None:
     if reasons is None:  # its name before driver 535
         reasons = of("CurrentClocksThrottleReasons")
     return Reading(
-        name=of("Name"),
         driver=_answer(nvml, "nvmlSystemGetDriverVersion"),
-        total_bytes=getattr(memory, "total", None),
-        free_bytes=getattr(memory, "free", None),
         used_bytes=getattr(memory, "used", None),
         sm_mhz=of("ClockInfo", nvml.NVML_CLOCK_SM),
         memory_mhz=of("ClockInfo", nvml.NVML_CLOCK_MEM),

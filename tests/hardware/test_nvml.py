@@ -23,8 +23,7 @@ class FakeNvml:
         self.missing, self.absent, self.starts, self.num_starts = missing, absent, starts, 0
         self.answers = {
             "nvmlSystemGetDriverVersion": lambda: "580.65.06",
-            "nvmlDeviceGetName": lambda gpu: "NVIDIA H200",
-            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=1000, free=600, used=400),
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=400),
             "nvmlDeviceGetClockInfo": lambda gpu, clock: {1: 1500, 2: 3201}[clock],
             "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: {1: 1980}[clock],
             "nvmlDeviceGetPowerUsage": lambda gpu: 689_500,
@@ -81,10 +80,7 @@ def pretend(monkeypatch):
 def test_everything_that_it_says(pretend):
     fake = pretend(FakeNvml())
     assert nvml.read(UUID) == nvml.Reading(
-        name="NVIDIA H200",
         driver="580.65.06",
-        total_bytes=1000,
-        free_bytes=600,
         used_bytes=400,
         sm_mhz=1500,
         memory_mhz=3201,
@@ -152,8 +148,7 @@ def test_the_background_ends_where_nvml_does_not_answer(pretend):
 
 FIELDS = {
     "nvmlSystemGetDriverVersion": {"driver"},
-    "nvmlDeviceGetName": {"name"},
-    "nvmlDeviceGetMemoryInfo": {"total_bytes", "free_bytes", "used_bytes"},
+    "nvmlDeviceGetMemoryInfo": {"used_bytes"},
     "nvmlDeviceGetClockInfo": {"sm_mhz", "memory_mhz"},
     "nvmlDeviceGetMaxClockInfo": {"max_sm_mhz"},
     "nvmlDeviceGetPowerUsage": {"watts"},
