@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from rich.console import Console
 
@@ -18,7 +19,7 @@ from llmq.backends import Backend
 from llmq.bench import table
 from llmq.bench.ceilings import Ceilings, look_at
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
-from llmq.bench.request import BenchRequest, configurations
+from llmq.bench.request import configurations, shared
 from llmq.bench.wanted import clock_of, fitting_plan
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import TIMED, Clock, cold_calls
@@ -27,6 +28,7 @@ from llmq.hardware import device
 from llmq.hardware.cards import TERA
 from llmq.model.config import ModelConfig
 from llmq.ops.record import Call
+from llmq.options.bench import BenchOptions
 from llmq.plan.plan import Plan
 from llmq.screen import Screen, counted
 from llmq.tensor import Ref
@@ -55,15 +57,15 @@ class OpCall:
         return f"| {self.name} | {1e6 * seconds:.1f} | {rate} | {100 * roofline_s(work, ceilings) / seconds:.0f}% |"
 
 
-def run(request: BenchRequest, pattern: str = "*", *, listed: bool = False) -> int:
+def run(request: BenchOptions, training: Mapping[str, Any], pattern: str = "*", *, listed: bool = False) -> int:
     """Prints the times of the ops that match `pattern`, for each model and dtype; with `listed` only their names.
 
     UsageError if a model calls no such op.
     """
-    where = device.pick_device(request.shared().system)
+    where = device.pick_device(shared(training).system)
     wanted = [
         replace(one, facts=replace(one.facts, config=one_layer(one.facts.config)))
-        for one in configurations(request, where)
+        for one in configurations(request, training, where)
     ]
     backend = wanted[0].open_backend()
     plans = [fitting_plan(request, one, backend) for one in wanted]

@@ -10,7 +10,7 @@ import gc
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmq.bench.ceilings import Machine
 from llmq.bench.communication import EchoWorld, layer_rates
@@ -20,17 +20,15 @@ from llmq.bench.wanted import DEFAULTS, Wanted, clock_of, fitting_plan, measured
 from llmq.comm.world import World
 from llmq.engine.measure import BATCHES, Speed, zipf_batch
 from llmq.errors import MemoryLimitError
+from llmq.options.bench import BenchOptions
 from llmq.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from llmq.bench.request import BenchRequest
 
 EXPOSED = "communication, exposed"  # a rung of the ladder of several GPUs, beside this one
 ALONE = -1  # the plan of a GPU that shares nothing, among those by level
 
 
 def by_ranks(
-    request: BenchRequest, wanted: Sequence[Wanted], machine: Machine, world: World
+    request: BenchOptions, wanted: Sequence[Wanted], machine: Machine, world: World
 ) -> Iterator[dict[str, Any]]:
     """The results of each configuration; those of one GPU on the first rank alone.
 
@@ -53,7 +51,7 @@ def by_ranks(
 
 
 def _at_level(
-    request: BenchRequest,
+    request: BenchOptions,
     one: Wanted,
     plan: Plan,
     level: int,
@@ -91,7 +89,7 @@ def _at_level(
 
 
 def _steps(
-    request: BenchRequest,
+    request: BenchOptions,
     one: Wanted,
     plan: Plan,
     machine: Machine,
@@ -124,7 +122,7 @@ def _steps(
     return replace(speed, seconds=slowest), rates
 
 
-def _agreed_plans(request: BenchRequest, one: Wanted, world: World) -> dict[int, Plan]:
+def _agreed_plans(request: BenchOptions, one: Wanted, world: World) -> dict[int, Plan]:
     """Plans by level, all with the batch that fits every rank at every level, and one GPU if the model does."""
     levels = (ALONE, *request.zero_levels)
     if one.batch_size is None:
@@ -143,7 +141,7 @@ def _agreed_plans(request: BenchRequest, one: Wanted, world: World) -> dict[int,
     return found
 
 
-def _fitting(request: BenchRequest, one: Wanted, level: int, world: World) -> tuple[Plan | None, str | None]:
+def _fitting(request: BenchOptions, one: Wanted, level: int, world: World) -> tuple[Plan | None, str | None]:
     """The plan of this rank at a level, or why there is none."""
     shared = one if level == ALONE else one.on_ranks(world.rank, world.size, level)
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ from llmq.adapters import resolve as adapters
 from llmq.bench.results import load, require_common
 from llmq.bench.wanted import DEFAULTS, Wanted
 from llmq.disk import takes_files
-from llmq.errors import LlmqError, StorageError, UsageError
+from llmq.errors import LlmqError, StorageError
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.presets import preset
+from llmq.options.bench import BenchOptions
+from llmq.options.field import refuse
 from llmq.options.parse import Options
 from llmq.plan.memory import ROLES
 from llmq.training.specs import Facts
@@ -39,49 +41,27 @@ GENERATED = {"from_scratch": True, "train_file": "generated"}  # what stands for
 DEFAULT_LEVEL = 1  # of several GPUs
 
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """The options of the command; None and () take the defaults. `training` are options of llmq-train, as given."""
-
-    models: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ()
-    batch_size: int | None = None
-    batch_sizes: tuple[int, ...] = ()  # each of them, in one table
-    seq_len: int | None = None
-    adapters_at_once: tuple[int, ...] = ()  # one after the other; 1 is an adapter alone
-    tokens_per_step: int | None = None
-    steps: int = 10
-    warmup: int = 3
-    recompute: tuple[str, ...] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
-    save: Path | None = None
-    compare: Path | None = None
-    tolerance: float | None = None
-    markdown: bool = False
-    single_ops: bool = True
-    gpus: int = 1
-    zero_levels: tuple[int, ...] = ()
-    command: str = "llmq-bench"
-
-    def shared(self) -> Options:
-        """What all configurations have of llmq-train's options: those of the device."""
-        return Options.parse(
-            {"model": "any", **GENERATED, **{k: v for k, v in self.training.items() if k in OF_DEVICE}}
-        )
+def shared(training: Mapping[str, Any]) -> Options:
+    """What all configurations have of llmq-train's options: those of the device."""
+    return Options.parse({"model": "any", **GENERATED, **{k: v for k, v in training.items() if k in OF_DEVICE}})
 
 
-def check(request: BenchRequest, where: Device, num_ranks: int = 1) -> tuple[list[Wanted], dict[str, Any] | None]:
+def check(
+    request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
+) -> tuple[list[Wanted], dict[str, Any] | None]:
     """What is measured, and what it is compared with; all is refused that can be before the first measurement."""
-    wanted = configurations(request, where, num_ranks)
-    old = load(request.compare) if request.compare else None
+    wanted = configurations(request, training, where, num_ranks)
+    old = load(Path(request.compare)) if request.compare else None
     if old is not None:
         require_common(old, [(one.model, one.dtype, one.flat["seq_len"]) for one in wanted])
     if request.save:
-        _check_place(request.save)
+        _check_place(Path(request.save))
     return wanted, old
 
 
-def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> list[Wanted]:
+def configurations(
+    request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
+) -> list[Wanted]:
     """Every model in every dtype, checked. UsageError with all problems at once."""
     problems, configs = [], {}
     for name in request.models or DEFAULTS[where.kind].models:
@@ -92,53 +72,47 @@ def configurations(request: BenchRequest, where: Device, num_ranks: int = 1) -> 
     dtypes = request.dtypes or _default_dtypes(request, where)
     if unknown_dtypes := [name for name in dtypes if name not in MATMULS]:
         problems.append(f"--dtypes {', '.join(unknown_dtypes)}: known are {', '.join(MATMULS)}")
-    problems += [*_odd_options(request, where, num_ranks), *_odd_tokens(request, where, num_ranks)]
-    problems += _odd_adapters(request)
+    problems += [*_odd_options(request, training, where, num_ranks), *_odd_tokens(request, where, num_ranks)]
+    problems += _odd_adapters(request, training)
     sizes, counts = request.batch_sizes or (request.batch_size,), request.adapters_at_once or (1,)
     found = []
     for name, config in configs.items():
         for dtype in dtypes if not unknown_dtypes else ():
             try:
-                one = _wanted(request, name, config, dtype, where, with_fp8="e4m3" in dtypes)
+                one = _wanted(request, training, name, config, dtype, where, with_fp8="e4m3" in dtypes)
                 found += [replace(one, batch_size=size, at_once=count) for size in sizes for count in counts]
             except LlmqError as error:
                 problems.append(str(error))
-    problems = list(dict.fromkeys(problems))  # a problem of every model is shown once
-    if problems:
-        raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
+    refuse(list(dict.fromkeys(problems)))  # a problem of every model is shown once
     return found
 
 
-def _odd_options(request: BenchRequest, where: Device, num_ranks: int) -> Iterator[str]:
+def _odd_options(request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int) -> Iterator[str]:
     """Messages on options that do not go together, or not with so many ranks."""
     sized = bool(request.batch_size or request.batch_sizes)
-    fits = request.training.get("fit")
+    fits = training.get("fit")
     if unknown := [name for name in request.recompute if f"recompute_{name}" not in ROLES]:
         known = ", ".join(flag.removeprefix("recompute_") for flag in ROLES)
         yield f"--recompute {','.join(unknown)}: known are {known}"
-    if request.tolerance is not None and request.compare is None:
-        yield f"--tolerance {request.tolerance:g} is for --compare: add it, or leave --tolerance out"
     if fits and sized:
         yield "--fit chooses the size of a micro-batch: leave out --batch-size and --batch-sizes"
-    if fits and "matmul" in (request.training.get("fit_may") or ""):
+    if fits and "matmul" in (training.get("fit_may") or ""):
         yield "--fit-may matmul: --dtypes says what is multiplied, each for itself: allow states, or leave it out"
     if fits and num_ranks > 1:  # each would search for itself
         yield "--fit is for one GPU: leave out --gpus"
-    if request.batch_size and request.batch_sizes:
-        yield "--batch-size and --batch-sizes are both given: give one of them"
     if request.zero_levels and num_ranks == 1:
         yield "--zero-levels is for several GPUs: add --gpus N, or leave it out"
-    if request.training.get("memcpy_all_gather") is not None and (num_ranks == 1 or where.kind == "cpu"):
+    if training.get("memcpy_all_gather") is not None and (num_ranks == 1 or where.kind == "cpu"):
         yield "--memcpy-all-gather is for several GPUs: add --gpus N, or leave it out"
 
 
-def _default_dtypes(request: BenchRequest, where: Device) -> tuple[str, ...]:
+def _default_dtypes(request: BenchOptions, where: Device) -> tuple[str, ...]:
     if where.kind == "cpu":
         return ("bf16",) if request.models else ("fp32",)
     return ("bf16", "e4m3") if device.has_fp8(where) and not request.models else ("bf16",)
 
 
-def _odd_tokens(request: BenchRequest, where: Device, num_ranks: int) -> Iterator[str]:
+def _odd_tokens(request: BenchOptions, where: Device, num_ranks: int) -> Iterator[str]:
     """A message if --tokens-per-step is not a whole number of micro-batches of all ranks."""
     tokens, sequence = request.tokens_per_step, seq_len_of(request, where)
     if tokens is None:
@@ -153,33 +127,40 @@ def _odd_tokens(request: BenchRequest, where: Device, num_ranks: int) -> Iterato
         yield f"--tokens-per-step {tokens} is not a multiple of {what}: use {near}"
 
 
-def _odd_adapters(request: BenchRequest) -> Iterator[str]:
+def _odd_adapters(request: BenchOptions, training: Mapping[str, Any]) -> Iterator[str]:
     """Messages on --adapters-at-once."""
     for count in (count for count in request.adapters_at_once if count > 1):
         said = f"--adapters-at-once {count}"
-        if not str(request.training.get("lora_rank")).isdecimal():
+        if not str(training.get("lora_rank")).isdecimal():
             yield f"{said} is for adapters of one rank: add --lora-rank N"
-        if request.training.get("dora"):
+        if training.get("dora"):
             yield f"{said} trains A and B alone: leave --dora out"
-        if request.training.get("fit"):
+        if training.get("fit"):
             yield f"{said} shares out the rows of a micro-batch, whose size --fit chooses: leave one of them out"
         for size in (size for size in request.batch_sizes or (request.batch_size,) if size and size % count):
             near = max(1, size // count) * count
             yield f"{said} shares out the rows of a micro-batch, and --batch-size {size} is no multiple: use {near}"
 
 
-def seq_len_of(request: BenchRequest, where: Device) -> int:
+def seq_len_of(request: BenchOptions, where: Device) -> int:
     """Tokens of a sequence."""
     return request.seq_len or DEFAULTS[where.kind].seq_len
 
 
 def _wanted(
-    request: BenchRequest, model: str, config: ModelConfig, dtype: str, where: Device, *, with_fp8: bool
+    request: BenchOptions,
+    training: Mapping[str, Any],
+    model: str,
+    config: ModelConfig,
+    dtype: str,
+    where: Device,
+    *,
+    with_fp8: bool,
 ) -> Wanted:
     """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
     left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
     own = MATMULS[dtype]
-    if "lora_rank" in request.training:
+    if "lora_rank" in training:
         own = {key: value for key, value in own.items() if key not in MOMENTS}
     flat = {
         "model": model,
@@ -187,9 +168,9 @@ def _wanted(
         "seq_len": seq_len_of(request, where),
         **{f"recompute_{name}": True for name in request.recompute},
         **own,
-        **{key: value for key, value in request.training.items() if key not in left_out},
+        **{key: value for key, value in training.items() if key not in left_out},
     }
-    one = Wanted(model, dtype, Facts(config, where), flat, frozenset(request.training))
+    one = Wanted(model, dtype, Facts(config, where), flat, frozenset(training))
     adapters.resolve(one.options().adapters, config)  # for its errors, before anything is measured
     dtypes = one.precision
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling, option="--dtypes")

@@ -10,9 +10,9 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.console import Console
 from llmq.bench import table
 from llmq.bench.ceilings import Machine, look_at
 from llmq.bench.ranks import by_ranks
-from llmq.bench.request import DEFAULT_LEVEL, BenchRequest, check
+from llmq.bench.request import DEFAULT_LEVEL, check, shared
 from llmq.bench.results import Change, compare, document, save
 from llmq.bench.wanted import DEFAULTS, Wanted, fitting_plan, measured_alone
 from llmq.comm.join import copied_in_words, join_world
@@ -29,6 +29,7 @@ from llmq.comm.world import ALONE, World
 from llmq.errors import MemoryLimitError
 from llmq.hardware import blas, device
 from llmq.hardware.device import Device
+from llmq.options.bench import BenchOptions
 from llmq.plan import sharding
 from llmq.plan.plan import Plan
 
@@ -38,30 +39,31 @@ START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
 
 
-def run(request: BenchRequest) -> int:
-    """Measures, prints and saves; returns the exit code: 1 for a regression beyond the tolerance.
+def run(request: BenchOptions, training: Mapping[str, Any], command: str) -> int:
+    """Measures, prints and saves, with the `command` and its options of llmq-train; returns the exit code: 1 for a
+    regression beyond the tolerance.
 
     Of many ranks each measures, and the first one prints and saves.
     """
-    shared, place = request.shared(), recognised(os.environ, request.gpus)
-    where = device.pick_device(shared.system)
+    common, place = shared(training), recognised(os.environ, request.gpus)
+    where = device.pick_device(common.system)
     if place is None or place.size == 1:
-        return run_on(request, where, ALONE)
+        return run_on(request, training, command, where, ALONE)
     where = device.use(where, partial(gpu_index, place))
-    world = join_world(place, where, sharding.copying(shared.sharding))
+    world = join_world(place, where, sharding.copying(common.sharding))
     try:
-        return run_on(request, where, world)
+        return run_on(request, training, command, where, world)
     finally:
         world.close()
 
 
-def run_on(request: BenchRequest, where: Device, world: World) -> int:
+def run_on(request: BenchOptions, training: Mapping[str, Any], command: str, where: Device, world: World) -> int:
     """The same on a device, as one of the ranks of a world."""
     if where.kind == "cpu":
         blas.use_threads()
     if world.size > 1:
-        request = replace(request, zero_levels=request.zero_levels or (DEFAULT_LEVEL,))
-    wanted, old = check(request, where, world.size)
+        request = request.model_copy(update={"zero_levels": request.zero_levels or (DEFAULT_LEVEL,)})
+    wanted, old = check(request, training, where, world.size)
     is_first = world.rank == 0
     console = Console(stderr=request.markdown, quiet=not is_first)  # with --markdown only that goes to stdout
     machine = look_at(where, {dtype for one in wanted for dtype in one.multiplied}, world)
@@ -77,11 +79,11 @@ def run_on(request: BenchRequest, where: Device, world: World) -> int:
     if request.batch_sizes:
         table.show_sizes(console, results, [one.name for one in wanted])
     table.show_ranks(console, results)
-    content = document(results, request.command, machine)
+    content = document(results, command, machine)
     if not is_first:
         return 0
     if request.save:
-        save(request.save, content)
+        save(Path(request.save), content)
     if request.markdown:
         print(table.markdown(content))
     if old is None:
@@ -100,7 +102,7 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
     return 1 if slower else 0
 
 
-def measured(request: BenchRequest, wanted: Sequence[Wanted], machine: Machine) -> Iterator[dict[str, Any]]:
+def measured(request: BenchOptions, wanted: Sequence[Wanted], machine: Machine) -> Iterator[dict[str, Any]]:
     """The result of each configuration; without --models, of those that fit and can be measured in time."""
     defaults, began, done = DEFAULTS[machine.where.kind], time.perf_counter(), 0
     share = defaults.share

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from llmq.bench.request import BenchRequest, check
+from llmq.bench.request import check, shared
 from llmq.comm.cores import cores_of_ranks
 from llmq.comm.group import Group, run_group
 from llmq.comm.job_token import drawn_token
 from llmq.comm.launch import recognised
 from llmq.errors import UsageError
 from llmq.hardware import device
+from llmq.options.bench import BenchOptions
 
 PROGRAM = "llmq.cli.start:bench"  # what every rank runs
 
 
-def started(request: BenchRequest, arguments: Sequence[str]) -> int | None:
+def started(request: BenchOptions, training: Mapping[str, Any], arguments: Sequence[str]) -> int | None:
     """The exit code of the processes that `--gpus` starts; None if this process is to measure.
 
     What can be refused is refused here, once. UsageError also for GPUs that are not there.
     """
     if request.gpus == 1 or recognised(os.environ, request.gpus) is not None:
         return None
-    if request.training.get("device") == "cpu":
+    if training.get("device") == "cpu":
         raise UsageError(f"--gpus {request.gpus} counts GPUs, but --device is cpu: leave one of them out")
     addresses = device.gpu_addresses(request.gpus)
     num = len(addresses)
     if num == 1:
         return None
-    check(request, device.pick_device(request.shared().system), num)
+    check(request, training, device.pick_device(shared(training).system), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
         command = (PROGRAM, *arguments)
         cores = cores_of_ranks(num, addresses)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.several import alike
@@ -22,6 +22,7 @@ from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import Clock, CudaClock, Speed, measure_plan
 from llmq.hardware import device
 from llmq.hardware.device import Device
+from llmq.options.bench import BenchOptions
 from llmq.options.parse import Options
 from llmq.plan import memory, precision
 from llmq.plan.plan import Plan, make_plan
@@ -32,9 +33,6 @@ from llmq.screen import Report, Screen, unreported
 from llmq.training.fit import SEARCHING, fitted
 from llmq.training.room import limits_of
 from llmq.training.specs import Facts
-
-if TYPE_CHECKING:
-    from llmq.bench.request import BenchRequest
 
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 
@@ -114,7 +112,7 @@ class Wanted:
         return open_backend(kind or self.facts.where.kind, world=world, **self._settings)
 
 
-def fitting_plan(request: BenchRequest, one: Wanted, backend: Backend) -> Plan:
+def fitting_plan(request: BenchOptions, one: Wanted, backend: Backend) -> Plan:
     """The plan with the batch that was asked for, or the largest that fits, or the one that --fit takes.
     MemoryLimitError if none fits.
 
@@ -164,7 +162,7 @@ def clock_of(where: Device) -> Clock:
 
 
 def timed(
-    request: BenchRequest,
+    request: BenchOptions,
     plan: Plan,
     backend: Backend,
     where: Device,
@@ -202,7 +200,7 @@ def timed(
 
 
 def measured_alone(
-    request: BenchRequest,
+    request: BenchOptions,
     one: Wanted,
     plan: Plan,
     machine: Machine,

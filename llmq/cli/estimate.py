@@ -8,24 +8,14 @@ from typing import Any
 import click
 
 from llmq.cli import shell
-from llmq.cli.train import click_option
+from llmq.cli.train import option_elsewhere
 from llmq.options.parse import Options, descriptions
 from llmq.screen import Screen
 
 SECTIONS = ("precision", "memory", "sharding", "adapters", "optimizer")
 SINGLE = (
-    *(
-        "model",
-        "tokenizer",
-        "vocab_size",
-        "gpu",
-        "gpus",
-        "memory_limit",
-        "host_memory_limit",
-        "batch_size",
-        "global_batch_size",
-    ),
-    *("grad_accumulation", "seq_len", "deterministic", "debug_memory"),
+    *("model", "tokenizer", "vocab_size", "gpu", "gpus", "memory_limit", "host_memory_limit", "batch_size"),
+    *("global_batch_size", "grad_accumulation", "seq_len", "deterministic", "debug_memory"),
 )
 
 
@@ -34,8 +24,7 @@ def _options() -> list[click.Parameter]:
     found: list[click.Parameter] = []
     for d in descriptions().values():
         if d.section in SECTIONS or d.key in SINGLE:
-            option = click_option(d, d.key, hidden=False)
-            option.metavar, option.help = d.metavar, f"As in llmq-train: {d.help}"
+            option = option_elsewhere(d)
             option.required = d.key in ("model", "gpu")
             found.append(option)
     about = (

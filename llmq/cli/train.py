@@ -110,6 +110,13 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
     return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])
 
 
+def option_elsewhere(d: Description, about: str = "") -> click.Option:
+    """An option of another command, by its own name, with the help `about`; empty: that of llmq-train."""
+    option = click_option(d, d.key, hidden=False)
+    option.metavar, option.help = d.metavar, about or f"As in llmq-train: {d.help}"
+    return option
+
+
 def _drop_repeated(values: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Unsets options that are given again in another spelling, and returns a notice for each that is repeated.
 

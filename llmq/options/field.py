@@ -7,7 +7,7 @@ for bad values (`build`), the JSON schema. Which options there are is the busine
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -282,6 +282,12 @@ def build(
         return None
     errors.extend(section.contradictions())
     return section
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """UsageError with all problems at once; nothing where there are none."""
+    if problems:
+        raise UsageError("\n  ".join(["options that need a change:", *problems]) if problems[1:] else problems[0])
 
 
 ALIKE = 0.75  # of two names, as difflib counts: --bacth-size is 0.9 of --batch-size

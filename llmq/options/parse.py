@@ -29,6 +29,7 @@ from llmq.options.field import (
     named,
     plain,
     read_flat_yaml,
+    refuse,
     truth,
 )
 from llmq.options.maths import (
@@ -145,8 +146,7 @@ class Options:
             fields = {attribute: values[d.key] for attribute, d in mine.items() if d.key in values}
             sections[name] = build(section_class, fields, mine, errors, places)
         errors.extend(_across(sections))
-        if errors:
-            raise UsageError(errors[0] if len(errors) == 1 else "\n  ".join(["options that need a change:", *errors]))
+        refuse(errors)
         templates = {key: getattr(sections[section], key) for section, key in PATHS_WITH_NAME}
         found = {key: descriptions()[key] for key in given_keys}
         closed = {key for key, d in found.items() if getattr(sections[d.section], d.field) != OPEN.get(key)}

@@ -2,7 +2,6 @@
 
 import json
 import statistics
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from llmq.bench import ranks as bench_ranks
 from llmq.bench import run as bench_run
 from llmq.bench.ladder import COMPUTING
 from llmq.bench.ranks import EXPOSED
-from llmq.bench.request import BenchRequest
 from llmq.cli import bench, shell
 from llmq.comm.group import Group, run_group
 from llmq.comm.in_process import run_ranks
@@ -20,6 +18,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import CPU
 from llmq.model.config import to_hf
+from llmq.options.bench import BenchOptions
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +33,23 @@ def quick(monkeypatch):
 def shape(tmp_path):
     """A tiny run, its model a folder."""
     (tmp_path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1), "fp32")))
-    sizes = {"seq_len": 16, "tokens_per_step": 128, "steps": 2, "warmup": 1, "training": {"device": "cpu"}}
-    return BenchRequest(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, **sizes)
+    sizes = {"seq_len": 16, "tokens_per_step": 128, "steps": 2, "warmup": 1}
+    return BenchOptions(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, **sizes)
+
+
+def asked(request, **changes):
+    """A request with changes."""
+    return request.model_copy(update=changes)
 
 
 def on_ranks(request, size=2):
     """The exit codes of ranks that are threads."""
-    return run_ranks(size, lambda world: bench_run.run_on(request, CPU, world))
+    return run_ranks(size, lambda world: bench_run.run_on(request, {}, "llmq-bench", CPU, world))
 
 
 @pytest.mark.slow
 def test_one_then_all_at_every_level(shape, tmp_path, capsys):
-    assert on_ranks(replace(shape, zero_levels=(1, 3), save=tmp_path / "out.json")) == [0, 0]
+    assert on_ranks(asked(shape, zero_levels=(1, 3), save=f"{tmp_path}/out.json")) == [0, 0]
     told = capsys.readouterr().out
     assert told.count("Measured ceilings") == 1 and "exposed in a step" in told
     assert "2x16 on 2 GPUs, level 3, 128 tokens a step" in told
@@ -69,18 +73,18 @@ def test_one_then_all_at_every_level(shape, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_results_of_several_gpus_are_compared_with_their_own(shape, tmp_path, capsys):
-    on_ranks(replace(shape, save=tmp_path / "old.json"))
+    on_ranks(asked(shape, save=f"{tmp_path}/old.json"))
     content = json.loads((tmp_path / "old.json").read_text())
     for one in content["results"]:
         one["tokens_per_second"]["median"] = 1e12 if one["gpus"] == 2 else 1e-3
     (tmp_path / "old.json").write_text(json.dumps(content))
-    compared = replace(shape, compare=tmp_path / "old.json", tolerance=50.0, markdown=True)
+    compared = asked(shape, compare=f"{tmp_path}/old.json", tolerance=50.0, markdown=True)
     assert on_ranks(compared) == [1, 0]
     out, err = capsys.readouterr()
     name = f"{tmp_path} fp32 2x16"
     assert f"Slower by more than 50%: {name} on 2 GPUs, level 1\n" in err and "| exposed in a step |" in out
     with pytest.raises(UsageError, match="nothing to compare"):
-        on_ranks(replace(compared, seq_len=8))
+        on_ranks(asked(compared, seq_len=8))
 
 
 @pytest.mark.slow
@@ -95,7 +99,7 @@ def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
         return fitting(request, one, backend)
 
     monkeypatch.setattr(bench_ranks, "fitting_plan", plan)
-    assert on_ranks(replace(shape, batch_size=None)) == [0, 0]
+    assert on_ranks(asked(shape, batch_size=None)) == [0, 0]
     assert {batch for *_, batch in seen} == {1} and {(2, 0, 1), (2, 1, 1), (1, 0, 1)} == set(seen)
 
 
@@ -116,7 +120,7 @@ def test_what_is_too_large_for_one_rank_is_refused_on_all(shape, monkeypatch):
 
     def work(world):
         with pytest.raises(MemoryLimitError, match="--zero-levels 1 on 2 GPUs: 3 GiB are missing"):
-            bench_run.run_on(shape, CPU, world)
+            bench_run.run_on(shape, {}, "llmq-bench", CPU, world)
         return True
 
     assert run_ranks(2, work) == [True, True]
@@ -124,7 +128,7 @@ def test_what_is_too_large_for_one_rank_is_refused_on_all(shape, monkeypatch):
 
 def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, capsys, tmp_path):
     refusing(monkeypatch, 1, 0)
-    assert on_ranks(replace(shape, save=tmp_path / "out.json")) == [0, 0]
+    assert on_ranks(asked(shape, save=f"{tmp_path}/out.json")) == [0, 0]
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert found["gpus"] == 2 and found["communication"]["scaling"] is None
     assert "too large for one GPU" in capsys.readouterr().out
@@ -135,7 +139,7 @@ def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, ca
     [
         (["--zero-levels=1"], "--zero-levels is for several GPUs: add --gpus N"),
         (["--no-memcpy-all-gather"], "--memcpy-all-gather is for several GPUs: add --gpus N"),
-        (["--gpus=2", "--zero-levels=1,4"], "4: levels are 0 to 3"),
+        (["--gpus=2", "--zero-levels=1,4"], "--zero-levels 4 is above the largest value: use 3 or less"),
         (["--gpus=2"], "--gpus 2 counts GPUs, but --device is cpu"),
     ],
 )

@@ -13,7 +13,7 @@ from llmq.backends.host import HostBackend
 from llmq.bench import run as bench_run
 from llmq.bench import wanted as bench_wanted
 from llmq.bench.ceilings import Ceilings, Machine
-from llmq.bench.request import BenchRequest, configurations
+from llmq.bench.request import configurations
 from llmq.bench.run import measured, tokens_in_time
 from llmq.cli import bench, shell
 from llmq.disk import size_bytes
@@ -25,6 +25,7 @@ from llmq.hardware import cuda_libraries, device, nvml
 from llmq.hardware.device import CPU, Device
 from llmq.model.config import from_folder, to_hf
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.bench import BenchOptions
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -208,7 +209,7 @@ def test_markdown_goes_alone_to_stdout(shape, capsys):
         (["--dtypes=int4", "--models=none,Qwen2.5-0.5B"], 2, ["--dtypes int4", "--models none: there is no preset"]),
         (["--models=Qwen2.5-0.5B", "--fp8-scaling=current"], 2, ["--fp8-scaling current is for e4m3 matmuls"]),
         (["--models=Qwen2.5-0.5B", "--dtypes=e4m3", "--fp8-scaling=x"], 2, ["--fp8-scaling", "delayed"]),
-        (["--batch-sizes=1,x,0"], 2, ["x, 0: give whole numbers from 1 on"]),
+        (["--batch-sizes=1,x,0"], 2, ["--batch-sizes 0 is below the least value: use 1 or more"]),
         (["--batch-sizes=1,2", "--batch-size=3"], 2, ["--batch-size and --batch-sizes are both given"]),
         (["--batch-sizes=1,3", "--seq-len=16", "--tokens-per-step=64"], 2, ["micro-batches of 3 x 16: use 48"]),
         (["--tolerance=3"], 2, ["--tolerance 3 is for --compare"]),
@@ -254,12 +255,12 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(content, says, sh
 
 def test_fp8_on_a_card_without_it_is_an_error_with_the_fix():
     with pytest.raises(UsageError, match=r"--dtypes e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --dtypes bf16"):
-        configurations(BenchRequest(models=("Qwen2.5-0.5B",), dtypes=("bf16", "e4m3")), A100)
+        configurations(BenchOptions(models=("Qwen2.5-0.5B",), dtypes=("bf16", "e4m3")), {}, A100)
 
 
 def test_the_default_is_what_the_device_can():
     def names(where, **asked):
-        return [(one.model, one.dtype) for one in configurations(BenchRequest(**asked), where)]
+        return [(one.model, one.dtype) for one in configurations(BenchOptions(**asked), {}, where)]
 
     both = [(model, dtype) for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")]
     assert names(H200) == both
@@ -270,8 +271,8 @@ def test_the_default_is_what_the_device_can():
 
 
 def test_a_recipe_is_for_fp8_and_the_optimizers_for_all():
-    request = BenchRequest(dtypes=("bf16", "e4m3"), training={"fp8_scaling": "current", "opt_v_dtype": "fp32"})
-    bf16, e4m3, *_ = configurations(request, H200)
+    training = {"fp8_scaling": "current", "opt_v_dtype": "fp32"}
+    bf16, e4m3, *_ = configurations(BenchOptions(dtypes=("bf16", "e4m3")), training, H200)
     assert (bf16.precision.v, e4m3.precision.v, e4m3.precision.scaling) == ("fp32", "fp32", "current")
     assert e4m3.precision.m == "bf16" and bf16.precision.matmul == "bf16"
 
@@ -308,11 +309,13 @@ def card(monkeypatch):
     return pretend
 
 
-def choose(where, request=None):
-    """Measures all that a request wants."""
-    request = request or BenchRequest()
+def choose(where, request=None, **training):
+    """Measures all that a request wants, with options of llmq-train."""
+    request = request or BenchOptions()
     peaks = where.card.peaks if where.card else dict.fromkeys(("fp32", "bf16"), 1e11)
-    return list(measured(request, configurations(request, where), Machine(where, {}, peaks, Ceilings({}, 1.0))))
+    return list(
+        measured(request, configurations(request, training, where), Machine(where, {}, peaks, Ceilings({}, 1.0)))
+    )
 
 
 def test_without_arguments_an_h200_measures_full_steps_within_three_minutes(card):
@@ -353,7 +356,7 @@ def test_the_cpu_is_done_in_time_also_when_it_is_busy(share, card):
 
 def test_named_models_are_all_measured_in_full(card):
     seen, _ = card(share=0.01)
-    choose(H200, BenchRequest(models=("Qwen2.5-0.5B", "Qwen2.5-7B"), dtypes=("bf16",), batch_size=8))
+    choose(H200, BenchOptions(models=("Qwen2.5-0.5B", "Qwen2.5-7B"), dtypes=("bf16",), batch_size=8))
     assert seen == [("Qwen2.5-0.5B", "bf16", 8, 524288), ("Qwen2.5-7B", "bf16", 8, 524288)]
 
 
@@ -386,24 +389,24 @@ def memory(monkeypatch, tmp_path):
 
 def test_the_batch_is_the_largest_that_fits(memory):
     (small, large), seen = memory(2**40)
-    choose(GPU_4090, BenchRequest(dtypes=("bf16",)))
+    choose(GPU_4090, BenchOptions(dtypes=("bf16",)))
     assert [(model, plan.spec.batch_size) for model, plan in seen] == [(small, 32), (large, 32)]
     whole = {model: plan.total_bytes for model, plan in seen}
     _, seen = memory(int(0.6 * whole[small]))
-    choose(GPU_4090, BenchRequest(models=(small,)))
+    choose(GPU_4090, BenchOptions(models=(small,)))
     assert [plan.spec.batch_size for _, plan in seen] == [16] and seen[0][1].total_bytes < 0.6 * whole[small]
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named(memory):
     (small, large), seen = memory(2**40)
-    choose(GPU_4090, BenchRequest(dtypes=("bf16",), batch_size=1))
+    choose(GPU_4090, BenchOptions(dtypes=("bf16",), batch_size=1))
     sizes = {model: plan.total_bytes for model, plan in seen}
     assert sizes[small] < sizes[large]
     (small, large), seen = memory(sizes[large] - 1)
-    choose(GPU_4090, BenchRequest(dtypes=("bf16",)))
+    choose(GPU_4090, BenchOptions(dtypes=("bf16",)))
     assert {model for model, _ in seen} == {small}
-    for request in (BenchRequest(models=(large,)), BenchRequest(models=(small,), batch_size=32)):
+    for request in (BenchOptions(models=(large,)), BenchOptions(models=(small,), batch_size=32)):
         with pytest.raises(MemoryLimitError, match="are missing"):
             choose(GPU_4090, request)
     memory(2**20)
@@ -422,38 +425,38 @@ def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memor
         return real(kind, **settings)
 
     monkeypatch.setattr(bench_wanted, "open_backend", opening)
-    choose(GPU_4090, BenchRequest(dtypes=("bf16",), training={"deterministic": strict}))
+    choose(GPU_4090, BenchOptions(dtypes=("bf16",)), deterministic=strict)
     assert opened == 2 * [("cuda", strict), ("planned", strict)]
 
 
 @pytest.mark.slow
 def test_the_other_attention_is_offered_where_it_would_fit(memory):
     (small, _), seen = memory(2**40)
-    request = BenchRequest(
+    request = BenchOptions(
         models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096, training={"attn_bwd_chunks": 1}
     )
     for strict in (True, False):
-        choose(GPU_4090, replace(request, training={**request.training, "deterministic": strict}))
+        choose(GPU_4090, request, attn_bwd_chunks=1, deterministic=strict)
     whole, relaxed = (plan.total_bytes for _, plan in seen)
     assert relaxed < whole
     memory(relaxed)
     with pytest.raises(MemoryLimitError, match=r"(?m)^\d .*  --no-deterministic$"):
         choose(GPU_4090, request)
-    choose(GPU_4090, replace(request, training={**request.training, "deterministic": False}))
+    choose(GPU_4090, request, attn_bwd_chunks=1, deterministic=False)
 
 
 def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     """A batch that is chosen gets smaller instead, as it did when chunks had to be asked for."""
     (small, _), seen = memory(2**40)
-    request = BenchRequest(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
+    request = BenchOptions(models=(small,), dtypes=("bf16",), batch_size=4, seq_len=4096)
     choose(GPU_4090, request)
-    choose(GPU_4090, replace(request, training={"attn_bwd_chunks": "4"}))
+    choose(GPU_4090, request, attn_bwd_chunks="4")
     (_, whole), (_, chunked) = seen
     assert (whole.spec.memory.attention_chunks, chunked.spec.memory.attention_chunks) == (1, 4)
     _, again = memory(chunked.total_bytes)
     choose(GPU_4090, request)
     assert again[0][1].spec.memory == chunked.spec.memory and again[0][1].spec.batch_size == 4
-    choose(GPU_4090, replace(request, batch_size=None))
+    choose(GPU_4090, request.model_copy(update={"batch_size": None}))
     assert again[1][1].spec.memory.attention_chunks == 1 and again[1][1].spec.batch_size < 4
 
 
@@ -493,9 +496,9 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
 
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
     """The plan comes from the same options: chunks of the head, recomputation, dtypes."""
-    shape = {"batch_size": 2, "seq_len": 64, "training": {"attn_bwd_chunks": 2}}
-    request = BenchRequest(models=("tiny_llama3_50m",), dtypes=("bf16",), recompute=("ffn",), **shape)
-    (one,) = configurations(request, CPU)
+    shape = {"models": ("tiny_llama3_50m",), "batch_size": 2, "seq_len": 64}
+    request = BenchOptions(dtypes=("bf16",), recompute=("ffn",), **shape)
+    (one,) = configurations(request, {"attn_bwd_chunks": 2}, CPU)
     plan = bench_run.fitting_plan(request, one, HostBackend())
     assert plan.spec.memory == Memory(("recompute_ffn",), head_chunks=1, attention_chunks=2)
     spec = Spec(one.facts.config, one.precision, plan.spec.memory, plan.spec.hyper, 2, 64)
@@ -509,31 +512,29 @@ def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
     monkeypatch.setattr("llmq.training.fit.RECOMPUTE", ("", "block"))
     (small, _), seen = memory(2**40)
     given = {"fit": True, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 2, "offload_gradients": True}
-    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256, "training": given}
-    choose(GPU_4090, BenchRequest(**about))
+    about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256}
+    choose(GPU_4090, BenchOptions(**about), **given)
     most = seen[0][1]
     assert most.spec.batch_size == 8 and most.spec.memory.seq_tiles == 2
     less, limit = int(0.98 * most.total_bytes), f"{most.host_bytes / 2**20 + 0.001:.3f}MiB"
     _, seen = memory(less)
-    choose(GPU_4090, BenchRequest(**{**about, "training": {**given, "host_memory_limit": limit}}))
+    choose(GPU_4090, BenchOptions(**about), **given, host_memory_limit=limit)
     plan = seen[0][1]
     assert plan.total_bytes <= less and plan.host_bytes <= size_bytes(limit) and plan.spec.memory.seq_tiles == 2
     assert "1 is taken:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "training", "num_ranks", "message"),
     [
-        ({"batch_size": 4}, "--fit chooses the size of a micro-batch: leave out --batch-size and --batch-sizes"),
-        ({"training": {"fit": True, "fit_may": "states,matmul"}}, "--fit-may matmul: --dtypes says what is multiplied"),
-        ({"num_ranks": 2}, "--fit is for one GPU: leave out --gpus"),
+        ({"batch_size": 4}, {}, 1, "--fit chooses the size of a micro-batch: leave out --batch-size and --batch-sizes"),
+        ({}, {"fit_may": "states,matmul"}, 1, "--fit-may matmul: --dtypes says what is multiplied"),
+        ({}, {}, 2, "--fit is for one GPU: leave out --gpus"),
     ],
 )
-def test_what_fit_decides_is_not_given(given, message):
-    ranks = {key: given[key] for key in given.keys() & {"num_ranks"}}
-    request = BenchRequest(**{"training": {"fit": True}, **{key: given[key] for key in given.keys() - ranks.keys()}})
+def test_what_fit_decides_is_not_given(given, training, num_ranks, message):
     with pytest.raises(UsageError, match=message):
-        configurations(request, H200, **ranks)
+        configurations(BenchOptions(**given), {"fit": True, **training}, H200, num_ranks)
 
 
 def test_predicted_speeds_stand_beside_measured_ones(shape, monkeypatch, capsys, tmp_path):
@@ -542,7 +543,7 @@ def test_predicted_speeds_stand_beside_measured_ones(shape, monkeypatch, capsys,
     assert run([*shape, "--dtypes=fp32", f"--save={tmp_path}/out.json", "--markdown"]) == 0
     (saved,) = json.loads((tmp_path / "out.json").read_text())["results"]
     config = from_folder(tmp_path)
-    (one,) = configurations(BenchRequest(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, seq_len=16), CPU)
+    (one,) = configurations(BenchOptions(models=(str(tmp_path),), dtypes=("fp32",), batch_size=2, seq_len=16), {}, CPU)
     spec = Spec(config, one.precision, Memory(), Hyperparameters(), 2, 16)
     seconds = step_seconds(make_plan(spec), sustained(gpus.named("H200")), 2)
     rate = saved["predicted_tokens_per_second"]

@@ -13,6 +13,7 @@ import pytest
 
 from llmq.cli import bench, estimate, export_wandb, generate, launch, merge, plot, shell, start, tokenize_data, train
 from llmq.data.tokens.token_file import TokenWriter
+from llmq.options.bench import BenchOptions
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -27,7 +28,6 @@ COMMANDS = {
     "export_wandb": export_wandb.command,
 }
 PATHS = {
-    "bench": {"save", "compare"},
     "plot": {"runs", "output"},
     "tokenize_data": {"inputs", "tokenizer", "out_dir", "prompt_template"},
     "export_wandb": {"log_file"},
@@ -74,6 +74,9 @@ def test_paths_may_begin_with_the_home_folder(name, monkeypatch):
     for parameter in COMMANDS[name].params:
         if parameter.name in PATHS[name]:
             assert parameter.type.convert("~/x", parameter, None) == "/home/ada/x"
+    described = BenchOptions(save="~/x", compare="~/y", models=("~/z", "Qwen2.5-0.5B"))
+    assert (described.save, described.compare) == ("/home/ada/x", "/home/ada/y")
+    assert described.models == ("/home/ada/z", "Qwen2.5-0.5B")
 
 
 def test_a_template_is_a_file_or_its_text(monkeypatch, tmp_path):

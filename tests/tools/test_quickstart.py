@@ -224,7 +224,7 @@ def test_the_commands_of_the_gpu_are_ones_that_llmq_takes(tmp_path, monkeypatch,
 
     setup = quickstart.Setup(ROOT / "tools" / "quickstart" / "gpu", (), device="cuda", out=tmp_path)
     asked, fits = [], []
-    monkeypatch.setattr(llmq.bench.run, "run", lambda request: asked.append(request) or 0)
+    monkeypatch.setattr(llmq.bench.run, "run", lambda request, *_: asked.append(request) or 0)
     monkeypatch.setattr(llmq.training.loop, "run", lambda options: asked.append(options) or 1 / 0)
 
     def in_process(command, **_):

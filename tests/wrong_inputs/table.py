@@ -495,33 +495,33 @@ stray | Got unexpected extra argument (stray)
 """,
     ("llmq-bench", 2): r"""
 --models nothing | --models nothing: there is no preset
---models '' | the list is empty: give one name or more
+--models '' | --models ('',) is empty: give one value or
 --models m-json | --models m-json: m-json/config.json is not
 --dtypes int4 | --dtypes int4: known are fp32, bf16, e4m3
---dtypes '' | the list is empty: give one name or more
+--dtypes '' | --dtypes ('',) is empty: give one value or
 --recompute everything | --recompute everything: known are swiglu
---batch-size 0 | 0 is not in the range x>=1.
---batch-sizes 1,x | x: give whole numbers from 1 on, such as
---batch-sizes '' | the list is empty: give one name or more
+--batch-size 0 | --batch-size 0 is below the least value: use
+--batch-sizes 1,x | --batch-sizes x is not a whole number
+--batch-sizes '' | --batch-sizes ('',) is empty: give one
 --batch-sizes 1,2 --batch-size 3 | --batch-size and --batch-sizes are both
---seq-len 0 | 0 is not in the range x>=1.
---steps x | 'x' is not a valid integer range.
+--seq-len 0 | --seq-len 0 is below the least value: use 1
+--steps x | --steps x is not a whole number: Optimizer
 --batch-size 3 --seq-len 100 --tokens-per-step 524288 | --tokens-per-step 524288 is not a multiple of
 --gpus 2 | --gpus 2 counts GPUs, but --device is cpu
---zero-levels 9 | 9: levels are 0 to 3, such as 1,3
+--zero-levels 9 | --zero-levels 9 is above the largest value
 --zero-levels 1,3 | --zero-levels is for several GPUs: add --gpus
 --tolerance 3 | --tolerance 3 is for --compare: add it, or
---tolerance nan --compare bench.json | nan is not a finite number.
---save '' | it is empty: give a path.
---device tpu | 'tpu' is not one of 'auto', 'cuda', 'cpu'.
+--tolerance nan --compare bench.json | --tolerance nan is not a finite number
+--save '' | --save '' is empty: give a path, or leave
+--device tpu | --device tpu is not one of auto, cuda, cpu
 --lora-rank 0 | --lora-rank 0 is below the least value: use 1
 --lora-rank 4 --lora-targets nothing | --lora-targets nothing: no such linear map in
---adapters-at-once 0 | 0: give whole numbers from 1 on, such as
+--adapters-at-once 0 | --adapters-at-once 0 is below the least value
 --adapters-at-once 2 | --adapters-at-once 2 is for adapters of one
 --fp8-scaling current | --fp8-scaling current is for e4m3 matmuls
 --lmhead-chunks 7 | --lmhead-chunks 7 does not divide the 128
 --fit --batch-size 3 | --fit chooses the size of a micro-batch
---memory-limit x | x: give a size above 0 with its unit, such as
+--memory-limit x | --memory-limit x: give a size above 0 with its
 --bogus | --bogus
 stray | No such command 'stray'.
 --save x.json op | --save, --models, --device: not for
@@ -542,9 +542,9 @@ stray | No such command 'stray'.
 """,
     ("llmq-bench op", 2): r"""
 --models nothing | --models nothing: there is no preset
---models '' | the list is empty: give one name or more
+--models '' | --models ('',) is empty: give one value or
 --dtypes int4 | --dtypes int4: known are fp32, bf16, e4m3
---seq-len 0 | 0 is not in the range x>=1.
+--seq-len 0 | --seq-len 0 is below the least value: use 1
 'nothing_*' | no op of a training step matches 'nothing_*'
 '[' | no op of a training step matches '[': known
 a b | Got unexpected extra argument (b)
