@@ -6,11 +6,13 @@ to q and k before attention) and the *core* (which keys a query sees).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmq.op_protocol import Ops
 from llmq.protocols import Core, Parameters, Site, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Slot
 
 
@@ -41,11 +43,52 @@ class Packing:
     longest: int
 
 
+class Unturned:
+    """No rotary embedding of its own: the core of generation turns queries and keys. `left` names what it leaves."""
+
+    left = "qkv"
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """No intermediates."""
+        return ()
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """Nothing."""
+
+
+class NormedUnturned:
+    """rmsnorm per head of q and k (Qwen3), as `NormedRotary` without the rotary embedding."""
+
+    left = "normed"
+
+    def __init__(self, heads: Heads, eps: float) -> None:
+        self.heads, self.eps = heads, eps
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """Intermediates for b sequences of t tokens."""
+        h = self.heads
+        rstd = Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), (), "stat")
+        return (Slot("normed", (b, t, h.packed)), rstd)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.normed <- a.qkv."""
+        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
+
+
 class Rotary:
     """rot = rope(qkv) on q and k heads (Su et al., 2021)."""
 
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
+
+    @property
+    def unturned(self) -> Unturned:
+        """The same without the rotary embedding."""
+        return Unturned()
+
+    def rows(self, at: SublayerRows) -> Iterator[Row]:
+        """No parameters."""
+        yield from ()
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
@@ -65,6 +108,16 @@ class NormedRotary:
 
     def __init__(self, heads: Heads, eps: float) -> None:
         self.heads, self.eps = heads, eps
+
+    @property
+    def unturned(self) -> NormedUnturned:
+        """The same without the rotary embedding."""
+        return NormedUnturned(self.heads, self.eps)
+
+    def rows(self, at: SublayerRows) -> Iterator[Row]:
+        """The weights of the norms of queries and keys."""
+        for key in ("q_norm", "k_norm"):
+            yield at.vector(key, self.heads.head_dim, f"self_attn.{key}")
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
@@ -191,6 +244,18 @@ class Attention:
     ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
+
+    @staticmethod
+    def rows(
+        at: SublayerRows, hidden_size: int, heads: Heads, rotary: Rotary | NormedRotary, *, bias: bool
+    ) -> Iterator[Row]:
+        """Its parameters, with a bias of q, k and v or without."""
+        q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        files = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        yield at.vector("norm", hidden_size, "input_layernorm")
+        yield from at.linear("qkv", hidden_size, files, split=0, bias=bias)
+        yield from rotary.rows(at)
+        yield from at.linear("o", q, {"self_attn.o_proj": hidden_size}, split=1, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:

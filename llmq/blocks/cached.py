@@ -9,7 +9,7 @@ from typing import Any
 from llmq.blocks.attention import DenseCore, Heads
 from llmq.blocks.head import Chunk, Head, LogitsReader
 from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Site, Slots
+from llmq.protocols import Site, Slots
 from llmq.tensor import Slot
 
 
@@ -51,34 +51,6 @@ class PromptCore:
     def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
         """There is none."""
         raise NotImplementedError("generation has no backward pass")
-
-
-class Unturned:
-    """No rotary embedding of its own: the cached core turns queries and keys."""
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """No intermediates."""
-        return ()
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """Nothing."""
-
-
-class NormedUnturned:
-    """rmsnorm per head of q and k (Qwen3), as `NormedRotary` without the rotary embedding."""
-
-    def __init__(self, heads: Heads, eps: float) -> None:
-        self.heads, self.eps = heads, eps
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Intermediates for b sequences of t tokens."""
-        h = self.heads
-        rstd = Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), (), "stat")
-        return (Slot("normed", (b, t, h.packed)), rstd)
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.normed <- a.qkv."""
-        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
 
 
 class CachedCore:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from llmq.op_protocol import Ops
 from llmq.protocols import Activation, Parameters, PiecedSublayer, Site, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
 
@@ -32,6 +34,14 @@ class Mlp:
     ) -> None:
         self.c, self.f, self.eps = hidden_size, intermediate_size, eps
         self.up, self.activation, self.down = up, activation, down
+
+    @staticmethod
+    def rows(at: SublayerRows, hidden_size: int, intermediate_size: int) -> Iterator[Row]:
+        """Its parameters."""
+        files = {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size}
+        yield at.vector("norm", hidden_size, "post_attention_layernorm")
+        yield from at.linear("up", hidden_size, files, split=0)
+        yield from at.linear("down", intermediate_size, {"mlp.down_proj": hidden_size}, split=1, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:

@@ -17,14 +17,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError
-from llmq.model.config_keys import ROPE_KEYS, TORCH_NAMES, ConfigKeys, RopeConfig
+from llmq.model.config_keys import ROPE_KEYS, TORCH_NAMES, RopeConfig
+from llmq.model.families import FAMILIES, Family
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """What the engine needs to know of a Llama- or Qwen-class decoder. Sizes are unpadded."""
 
-    architecture: str  # LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+    architecture: str  # one of FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -56,33 +57,16 @@ class ModelConfig:
         eos = tuple(one for one in self.eos_token_ids if one < size)
         return replace(self, vocab_size=size, bos_token_id=bos, eos_token_ids=eos, pad_token_id=pad)
 
+    @property
+    def family(self) -> Family:
+        """How its facts are spelled, and what its layers are made of."""
+        return FAMILIES[self.architecture]
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full causal attention."""
         return self.windows[layer] if self.windows else None
 
 
-@dataclass(frozen=True)
-class Family:
-    """An architecture that we have, what transformers takes for absent keys, and keys that say nothing there."""
-
-    model_type: str
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-_WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-_ALL_LAYERS = {"use_sliding_window": None, "max_window_layers": 0}
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", _ENDS, {**_ALL_LAYERS, "sliding_window": None}),
-    "MistralForCausalLM": Family(
-        "mistral", {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8}, _ALL_LAYERS
-    ),
-    "Qwen2ForCausalLM": Family("qwen2", _WINDOWS, qkv_bias=True),
-    "Qwen3ForCausalLM": Family("qwen3", {**_WINDOWS, "head_dim": 128}, qk_norm=True),
-}
 # Elsewhere null is the same as absent; here it says: one for each head, no such token, no window.
 NULL_IS_A_VALUE = {"num_key_value_heads", "bos_token_id", "eos_token_id", "sliding_window"}
 ABSENT = "absent"
@@ -139,25 +123,22 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     architecture = _architecture(mapping, problems)
     family = FAMILIES[architecture]
     for key, (harmless, message) in REFUSED.items():
-        ignored = key == "attention_bias" and family.qkv_bias  # Qwen2 has its biases whatever this key says
-        if mapping.get(key) not in harmless and not ignored:
+        if mapping.get(key) not in harmless and key not in family.takes:
             problems.append(_problem(mapping, [key], message))
     try:
-        keys = ConfigKeys.model_validate(_used(mapping, family))
+        keys = family.keys.model_validate(_used(mapping, family))
     except ValidationError as error:
         problems += problems_of(mapping, error)
     if problems:
         raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
-    return ModelConfig(architecture, qkv_bias=family.qkv_bias, qk_norm=family.qk_norm, source=dict(mapping), **facts)
+    return ModelConfig(architecture, source=dict(mapping), **family.facts, **facts)
 
 
 def _used(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The keys that count for a family, with its defaults; nulls are left out."""
     given = {key: value for key, value in mapping.items() if value is not None or key in NULL_IS_A_VALUE}
-    found = {**family.defaults, **given, **family.fixed, "model_type": family.model_type}
-    if not family.fixed and found.get("use_sliding_window") is not True:
-        found |= {"sliding_window": None, "max_window_layers": None}
+    found = family.counted({**family.defaults, **given})
     return {
         key: value
         for key, value in found.items()
@@ -214,14 +195,14 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
     written: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family.model_type,
-        **_keys(ConfigKeys, replace(config, dtype=torch_name)),
-        "hidden_act": "silu",
+        **_keys(family.keys, replace(config, dtype=torch_name)),
+        "hidden_act": family.hidden_act,
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
         "rope_parameters": {"rope_theta": rope.theta, **scaling},
         "torch_dtype": torch_name,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
-        **_window_keys(config, family),
+        **family.window_keys(config),
     }
     kept = {key: value for key, value in config.source.items() if key not in NOT_EXPORTED}
     return {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, **kept, **written}
@@ -231,21 +212,3 @@ def _keys(form: type[BaseModel], config: object) -> dict[str, Any]:
     """The fields that a config shares with a form, by the form's keys."""
     fields = {info.alias or name: name for name, info in form.model_fields.items() if name not in ("rope", "windows")}
     return {key: getattr(config, name) for key, name in fields.items() if hasattr(config, name)}
-
-
-def _window_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys that say which layers have which sliding window."""
-    window = next(filter(None, config.windows), None)
-    if family.model_type == "llama":
-        return {}
-    if family.model_type == "mistral":
-        return {"sliding_window": window}
-    if window is None:
-        return {"use_sliding_window": False}
-    sliding = [w is not None for w in config.windows]
-    return {
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": sliding.index(True),
-        "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
-    }

@@ -108,7 +108,7 @@ def _head_dim(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def _windows(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
+def windows_of_layers(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
     """Sliding window of each layer, () where all attend in full."""
     keys = info.data
     if not {"num_layers", "sliding_window", "max_window_layers"} <= keys.keys():
@@ -122,8 +122,6 @@ def _windows(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
         raise ValueError(f"{', '.join(unknown)} is not supported")
     if "sliding_attention" in listed and window is None:
         raise ValueError("asks for sliding_attention, but no sliding window is in use")
-    if keys["model_type"] == "mistral" and listed != kinds:
-        raise ValueError(f"contradicts sliding_window ({window}), which holds for all layers of Mistral")
     found = tuple(window if kind == "sliding_attention" else None for kind in listed)
     return found if any(found) else ()
 
@@ -170,7 +168,6 @@ TokenId = Annotated[int | None, PlainValidator(lambda value: next(iter(_token_id
 class ConfigKeys(BaseModel, strict=True, validate_default=True):
     """The keys of config.json that count, with the names of ModelConfig. A check may look at the keys above its own."""
 
-    model_type: str
     vocab_size: Size
     hidden_size: Size
     intermediate_size: Size
@@ -193,4 +190,4 @@ class ConfigKeys(BaseModel, strict=True, validate_default=True):
     use_sliding_window: bool = False
     sliding_window: Size | None = None
     max_window_layers: Annotated[int, Field(ge=0, le=LARGEST)] = 28
-    windows: Annotated[Any, PlainValidator(_windows)] = Field(None, alias="layer_types")
+    windows: Annotated[Any, PlainValidator(windows_of_layers)] = Field(None, alias="layer_types")

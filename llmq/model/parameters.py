@@ -18,7 +18,6 @@ from llmq.row import Part, Row
 
 HEAD = "head"  # the linear map to the logits
 EMBED_ROW = "embed.weight"  # which a tied head is
-SPLITS = {"qkv": 0, "o": 1, "up": 0, "down": 1}  # axes along which tensor parallelism cuts the weights of a layer
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
 
 
@@ -34,39 +33,13 @@ def num_parameters(rows: Iterable[Row]) -> int:
 
 def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     """Every parameter of a model, in the order of the forward pass."""
-    c, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * hd, config.num_kv_heads * hd
-    v, vp = config.vocab_size, padded_vocab(config)
-    rows = [Row("embed.weight", (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True, split=0)]
-
-    def add(layer: int, name: str, shape: tuple[int, ...], init: str, *parts: tuple[str, int]) -> None:
-        start, cut, full = 0, [], f"layers.{layer}.{name}"
-        for suffix, size in parts:
-            cut.append(Part(f"model.layers.{layer}.{suffix}", start, start + size))
-            start += size
-        site = full.rpartition(".")[0] if full.endswith((".weight", ".bias")) else None
-        split = SPLITS.get(name.split(".")[1])
-        rows.append(Row(full, shape, tuple(cut), init, decay=len(shape) > 1, layer=layer, site=site, split=split))
-
-    for n in range(config.num_layers):
-        att, mlp = "self_attn.", "mlp."
-        add(n, "attention.norm", (c,), "ones", ("input_layernorm.weight", c))
-        sizes = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-        add(n, "attention.qkv.weight", (q + 2 * kv, c), "normal", *((f"{att}{p}.weight", s) for p, s in sizes))
-        if config.qkv_bias:
-            add(n, "attention.qkv.bias", (q + 2 * kv,), "zeros", *((f"{att}{p}.bias", s) for p, s in sizes))
-        if config.qk_norm:
-            add(n, "attention.q_norm", (hd,), "ones", (f"{att}q_norm.weight", hd))
-            add(n, "attention.k_norm", (hd,), "ones", (f"{att}k_norm.weight", hd))
-        add(n, "attention.o.weight", (c, q), "residual", (f"{att}o_proj.weight", c))
-        add(n, "mlp.norm", (c,), "ones", ("post_attention_layernorm.weight", c))
-        add(n, "mlp.up.weight", (2 * f, c), "normal", (f"{mlp}gate_proj.weight", f), (f"{mlp}up_proj.weight", f))
-        add(n, "mlp.down.weight", (c, f), "residual", (f"{mlp}down_proj.weight", c))
-    rows.append(Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False))
-    if not config.tie_embeddings:
-        lm_head = (Part("lm_head.weight", 0, v),)
-        rows.append(Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD, split=0))
-    return tuple(rows)
+    c, v, vp = config.hidden_size, config.vocab_size, padded_vocab(config)
+    embed = Row(EMBED_ROW, (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True, split=0)
+    layers = (row for layer in range(config.num_layers) for row in config.family.rows(config, layer))
+    norm = Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False)
+    lm_head = (Part("lm_head.weight", 0, v),)
+    head = Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD, split=0)
+    return (embed, *layers, norm, *(() if config.tie_embeddings else (head,)))
 
 
 def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...]:

@@ -12,18 +12,16 @@ from llmq.adapters.method import SiteFacts
 from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, PrefixedRotary, Rotary
 from llmq.blocks.cached import (
     CachedCore,
-    NormedUnturned,
     Penalized,
     PromptCore,
     Sampler,
     Sampling,
     Scored,
     TokenHead,
-    Unturned,
 )
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import CrossEntropy, Head, LogitsReader
-from llmq.blocks.mlp import Mlp, SwiGlu, Tiled
+from llmq.blocks.mlp import Mlp, Tiled
 from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
@@ -82,17 +80,16 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
     loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss, spec.adapters.totals())
     sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
-    return Model(_embed(spec), layers, Head(*sizes, site(HEAD), loss))
+    return Model(_embed(spec), layers, Head(*sizes, site(HEAD), config.family.reader(config, loss)))
 
 
 def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
     """The objects whose forward is recorded for the next token."""
     heads = _heads(spec)
-    rotary = NormedUnturned(heads, spec.config.rms_norm_eps) if spec.config.qk_norm else Unturned()
-    given = "normed" if spec.config.qk_norm else "qkv"
+    rotary = spec.config.family.rotary(spec.config).unturned
 
     def core(window: int | None, layer: int) -> Core:
-        return CachedCore(heads, window, layer, given)
+        return CachedCore(heads, window, layer, rotary.left)
 
     return _generator(spec, Embed(), core, rotary, sampling, sites)
 
@@ -113,7 +110,8 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sa
         sampler = Penalized(sampler, sampling.repetition_penalty)
     if sampling.logprobs:
         sampler = Scored(sampler, config.vocab_size)
-    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, sites(spec, HEAD), sampler)
+    reader = config.family.reader(config, sampler)
+    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, sites(spec, HEAD), reader)
     return Model(embed, _blocks(spec, cores, rotary, sites), head)
 
 
@@ -125,14 +123,14 @@ def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1)
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
         attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
-        maps = site(f"{at}.mlp.up"), SwiGlu(), site(f"{at}.mlp.down")
+        maps = site(f"{at}.mlp.up"), config.family.activation(config), site(f"{at}.mlp.down")
         mlp = Mlp(c, config.intermediate_size, eps, *maps)
         found.append(Block(attention, mlp if tiles == 1 else Tiled(mlp, tiles)))
     return tuple(found)
 
 
 def _heads(spec: Spec) -> Heads:
-    return Heads(spec.config.num_heads, spec.config.num_kv_heads, spec.config.head_dim)
+    return spec.config.family.heads(spec.config)
 
 
 def _embed(spec: Spec) -> Embed:
@@ -141,8 +139,7 @@ def _embed(spec: Spec) -> Embed:
 
 
 def _rotary(spec: Spec) -> Rotary | NormedRotary | PrefixedRotary:
-    heads, config = _heads(spec), spec.config
-    return spec.adapters.rotary(NormedRotary(heads, config.rms_norm_eps) if config.qk_norm else Rotary(heads))
+    return spec.adapters.rotary(spec.config.family.rotary(spec.config))
 
 
 def _core(spec: Spec, window: int | None) -> DenseCore:
