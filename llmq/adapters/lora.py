@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, PlainValidator
 
 from llmq.adapters.first_values import TAKEN_OUT, FirstAdapter, first_pair
-from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
+from llmq.adapters.method import Change, FirstBatches, Found, Method, RanksByMap, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import (
     PREFIX,
     About,
@@ -33,6 +33,7 @@ from llmq.adapters.peft_format import (
     read_modules,
     target_names,
 )
+from llmq.adapters.rank_choice import first_by_inputs, ranks_by_gradients
 from llmq.adapters.targets import (
     FILE,
     LM_HEAD,
@@ -156,9 +157,13 @@ class Lora(Method):
         return sum(target.rank * (target.module.inputs + target.module.outputs) for target in self.targets)
 
     @property
-    def looks_at(self) -> str | None:  # type: ignore[override]
+    def looks(self) -> bool:  # type: ignore[override]
+        """For ranks within a budget, or for the A of EVA."""
+        return self.lacks_ranks or self.init == "eva"
+
+    def survey(self, batches: FirstBatches) -> Found:
         """Gradients choose the ranks within a budget, inputs are what A begins with."""
-        return "gradients" if self.lacks_ranks else "inputs" if self.init == "eva" else None
+        return ranks_by_gradients(self, batches) if self.lacks_ranks else first_by_inputs(self, batches)
 
     @property
     def lacks_ranks(self) -> bool:
@@ -222,7 +227,7 @@ class Lora(Method):
         """LoRA+ has one of its own for B and for vectors."""
         return self.plus if ".lora_b." in row.name or len(row.shape) == 1 else 1.0
 
-    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Lora:
+    def with_ranks(self, ranks: RanksByMap) -> Lora:
         """Those whose maps are named; one of rank 0 has no adapter. Ranks for other maps change nothing."""
         if ranks.keys() != {target.module.name for target in self.targets}:
             return self

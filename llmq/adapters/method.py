@@ -7,10 +7,10 @@ trains the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -35,6 +35,9 @@ Group = tuple[str, Hyperparameters, int, frozenset[str] | None]  # name, constan
 Change = Callable[[int, int], np.ndarray]  # what a method adds to rows [start, stop) of a weight, in f32
 NO_TARGETS: tuple[Target, ...] = ()
 NOTHING: str | None = None
+RanksByMap = Mapping[str, tuple[int, float]]  # rank and alpha by the name of a map
+# What was found on the first batches: ranks; first values of tensors, by name; lines that say so.
+Found = tuple[RanksByMap, dict[str, np.ndarray], tuple[str, ...]]
 ReadTensor = Callable[[str], np.ndarray]  # a tensor of an adapter by its name without PEFT's prefix, in f32
 
 
@@ -50,6 +53,18 @@ class SiteFacts:
     batch_size: int
 
 
+class FirstBatches(Protocol):
+    """The first batches of a run's training data, on the model as it is; so many of them have been `seen`."""
+
+    seen: int
+
+    def gradients(self, sites: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Each of the sites with the gradient of its weight."""
+
+    def inputs(self, wanted: Callable[[], Collection[str]], take: Callable[[str, np.ndarray], None]) -> Iterator[None]:
+        """Gives `take` the inputs (n,K) of the sites that are `wanted`, and yields after each batch."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A frozen model whose layers' maps are held in `base` (None: in the model's dtype), but for the rows named in
@@ -62,7 +77,7 @@ class Method:
     freezes = True  # whether the model is frozen
     num_virtual = 0  # virtual tokens before each document
     added_weights = 0.0  # beside the model's, that a token passes
-    looks_at = NOTHING  # what it finds out by gradients or inputs before it is planned
+    looks = False  # whether it finds out something on the first batches before it is planned
     unmergeable = NOTHING  # why it is a part of no weight
     is_relative = False  # whether what it changes depends on the value of the weight
     takes_out = False  # whether what it begins with is taken out of the weights
@@ -166,7 +181,11 @@ class Method:
         """The same in the smallest micro-batch."""
         return self
 
-    def with_ranks(self, ranks: Mapping[str, tuple[int, float]]) -> Method:
+    def survey(self, batches: FirstBatches) -> Found:
+        """What the first batches say, of a method that `looks` at them. UsageError."""
+        raise NotImplementedError
+
+    def with_ranks(self, ranks: RanksByMap) -> Method:
         """The same with ranks and alphas that were found before it is planned, by the names of maps."""
         return self
 

@@ -1,4 +1,4 @@
-"""What a run finds out on its first batches before its adapters are planned: the ranks of maps, and what A begins with.
+"""What a method of adaptation finds out on a run's first batches before it is planned.
 
 The model as it is, with its base as the run holds it, is planned for that alone, without fp8 and what is trained, and
 leaves the device again. The first rank does it and tells the others; a run that resumes has it from its checkpoint.
@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from llmq.adapters.auto_rank import ranks_within, spectrum
-from llmq.adapters.eva import Eva
 from llmq.adapters.first_values import GIVEN
-from llmq.adapters.lora import Lora
-from llmq.adapters.method import Method
+from llmq.adapters.method import Method, RanksByMap
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Data
@@ -33,10 +30,9 @@ from llmq.stores.sharding import ALONE
 from llmq.tensor import IGNORED, Ref
 from llmq.training.ranks import Ranks
 
-MOST_BATCHES = 64  # that are looked at while directions have not settled
+Take = Callable[[str, np.ndarray], None]  # of a site its inputs
+MOST_BATCHES = 64  # whose inputs are looked at
 MOST_GRADIENTS = 8  # micro-batches of the first step whose gradients are added up
-
-RanksByMap = Mapping[str, tuple[int, float]]  # rank and alpha by the name of a map
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,12 @@ class Surveyed:
 
 def found_before(adapters: Method, *told: Mapping[str, Any]) -> Surveyed | None:
     """What a checkpoint or the first rank has of an earlier look, or that there is nothing to find; None: look."""
-    if adapters.looks_at is None:
+    if not adapters.looks:
         return Surveyed()
     known = next((one["ranks"] for one in told if one.get("ranks")), None)
-    return (
-        None if known is None else Surveyed({name: (int(rank), float(alpha)) for name, (rank, alpha) in known.items()})
-    )
+    if known is None:
+        return None
+    return Surveyed({name: (int(rank), float(alpha)) for name, (rank, alpha) in known.items()})
 
 
 def look(
@@ -79,52 +75,59 @@ def look(
 ) -> Surveyed:
     """What the first batches of the training data say. UsageError, and MemoryLimitError where there is no room for the
     gradient of one site."""
-    return {"gradients": _at_gradients, "inputs": _at_inputs}[spec.adapters.looks_at or ""](
-        spec, data, model, backend, free, start_task
-    )
+    return Surveyed(*spec.adapters.survey(RunBatches(spec, data, model, backend, free, start_task)))
 
 
-def _at_gradients(
-    spec: Spec, data: Data, model: Values, backend: Backend, free: Callable[[], int], start_task: StartTask
-) -> Surveyed:
-    """The ranks of --lora-rank auto, by the gradients of the first step's micro-batches, of which it takes a few.
+@dataclass
+class RunBatches:
+    """The first batches of a run, of which so many have been `seen`."""
 
-    Weights train for that, as many sites at a time as the device has room for, which then are not quantized; UsageError
-    where the budget is less than a rank of any map.
-    """
-    adapters = spec.adapters
-    assert isinstance(adapters, Lora) and adapters.budget is not None
-    modules = {target.module.name: target.module for target in adapters.targets}
-    costs = {name: module.inputs + module.outputs for name, module in modules.items()}
-    if adapters.budget < (least := min(costs.values())):
-        raise UsageError(
-            f"--lora-budget {adapters.budget} is less than the {least} parameters of the smallest adapter of rank 1: "
-            "raise it"
-        )
-    with data.loader() as loader:
-        loader.start()
-        batches = [loader.next() for _ in range(min(data.grad_accumulation, MOST_GRADIENTS))]
-    sites = list(adapters.by_site)
-    group, spectra = len(sites), {}
-    with start_task("Looking at the gradients of adapted maps") as report:
-        while sites:
-            plan = _with_flags(_as_it_is(spec, adapters, sites[:group]), spec.memory.flags, backend)
-            if plan.total_bytes > free() and group > 1:
-                group = -(-group // 2)
-                continue
-            refuse_if_too_large(plan, Limits(free(), backend.scratch_bytes))
-            engine = _with_gradients(plan, backend, model, batches)
-            for site in sites[:group]:
-                whole = engine.gradient(f"{site}.weight")
-                for of in (target.module for target in adapters.by_site[site]):
-                    spectra[of.name] = spectrum(whole[of.start : of.start + of.outputs])
-                report(len(spectra), len(modules))
-            del engine, sites[:group]
-    ranks = ranks_within(adapters.budget, costs, spectra)
-    total = sum(costs[name] * rank for name, rank in ranks.items())
-    found = {t.module.name: (rank := ranks[t.module.name], t.alpha or 2.0 * rank) for t in adapters.targets}
-    said = f"--lora-rank auto uses {total:,} of {adapters.budget:,} parameters, by {len(batches)} micro-batches"
-    return Surveyed(found, {}, (said, *lines_of(found)))
+    spec: Spec
+    data: Data
+    model: Values
+    backend: Backend
+    free: Callable[[], int]
+    start_task: StartTask
+    seen: int = 0
+
+    def gradients(self, sites: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """Each of the sites with the gradient of its weight: of the first step's micro-batches, of which it takes a
+        few. Weights train for that, as many sites at a time as the device has room for, which then are not quantized.
+        """
+        with self.data.loader() as loader:
+            loader.start()
+            batches = [loader.next() for _ in range(min(self.data.grad_accumulation, MOST_GRADIENTS))]
+        self.seen, left, group = len(batches), list(sites), len(sites)
+        with self.start_task("Looking at the gradients of adapted maps") as report:
+            while left:
+                plan = _with_flags(_as_it_is(self.spec, left[:group]), self.spec.memory.flags, self.backend)
+                if plan.total_bytes > self.free() and group > 1:
+                    group = -(-group // 2)
+                    continue
+                refuse_if_too_large(plan, Limits(self.free(), self.backend.scratch_bytes))
+                engine = _with_gradients(plan, self.backend, self.model, batches)
+                yield from ((site, engine.gradient(f"{site}.weight")) for site in left[:group])
+                del engine, left[:group]
+                report(len(sites) - len(left), len(sites))
+
+    def inputs(self, wanted: Callable[[], Collection[str]], take: Take) -> Iterator[None]:
+        """Gives `take` the inputs (n,K) of the sites that are `wanted` at the trained tokens of a batch, one site at a
+        time, and yields after each batch, until none is wanted any more."""
+        tapped: dict[str, str] = {}
+        scratch = self.backend.scratch_bytes
+        plan = make_plan(_as_it_is(self.spec), scratch, sites=lambda s, name: Tap(s, name, tapped))
+        refuse_if_too_large(plan, Limits(self.free(), scratch))
+        with self.data.loader() as loader, self.start_task("Looking at the inputs of adapted maps") as report:
+            engine = Engine(plan, self.backend)
+            engine.load(self.model(plan.rows))
+            loader.start()
+            every = len(wanted())
+            while self.seen < MOST_BATCHES and (sites := wanted()):
+                batch = loader.next()
+                _read_inputs(engine, batch, {name: site for name, site in tapped.items() if site in sites}, take)
+                self.seen += 1
+                yield
+                report(every - len(wanted()), every)
 
 
 def _with_flags(spec: Spec, flags: tuple[str, ...], backend: Backend) -> Plan:
@@ -144,75 +147,14 @@ def _with_gradients(plan: Plan, backend: Backend, model: Values, batches: Sequen
     return engine
 
 
-def _at_inputs(
-    spec: Spec, data: Data, model: Values, backend: Backend, free: Callable[[], int], start_task: StartTask
-) -> Surveyed:
-    """The ranks and the first A of EVA, by the inputs of sites.
-
-    UsageError where a rank is larger than a map's inputs, or no batch has as many trained tokens as that.
-    """
-    adapters = spec.adapters
-    assert isinstance(adapters, Lora)
-    eva = Eva(adapters.targets, adapters.rho)
-    for target in adapters.targets:
-        if (most := eva.ranks[target.module.name]) > target.module.inputs:
-            raise UsageError(
-                f"--lora-rank {target.rank} with --eva-rho {adapters.rho:g} may give {target.module.name} the rank "
-                f"{most}, and it has {target.module.inputs} inputs: use smaller ones"
-            )
-    tapped: dict[str, str] = {}
-    plan = make_plan(_as_it_is(spec, adapters), backend.scratch_bytes, sites=lambda s, name: Tap(s, name, tapped))
-    refuse_if_too_large(plan, Limits(free(), backend.scratch_bytes))
-    seen = 0
-    with data.loader() as loader, start_task("Looking at the inputs of adapted maps") as report:
-        engine = Engine(plan, backend)
-        engine.load(model(plan.rows))
-        loader.start()
-        while seen < MOST_BATCHES and (sites := eva.unsettled):
-            batch = loader.next()
-            _read_inputs(engine, batch, {name: site for name, site in tapped.items() if site in sites}, eva)
-            eva.share()
-            seen += 1
-            report(len(eva.by_site) - len(eva.unsettled), len(eva.by_site))
-    if missing := [site for site, found in eva.directions.items() if not found.seen]:
-        most = max(eva.directions[site].count for site in missing)
-        raise UsageError(
-            f"--lora-init eva needs {most} trained tokens in a micro-batch, rank times --eva-rho, and none of the "
-            f"first {seen} has them: use a larger --batch-size or --seq-len, or a smaller rank"
-        )
-    return _eva_found(adapters, eva, seen)
-
-
-def _eva_found(adapters: Lora, eva: Eva, seen: int) -> Surveyed:
-    """What EVA found, in so many batches. As in PEFT, alpha grows with the rank."""
-    ranks = {t.module.name: (own := eva.ranks[t.module.name], t.alpha * own / t.rank) for t in adapters.targets}
-    first = {f"{name}.lora_A.weight": value for name, value in eva.first().items()}
-    open_sites = len(eva.unsettled)
-    unsettled = f", in which {open_sites} of {len(eva.by_site)} inputs have not settled" if open_sites else ""
-    return Surveyed(ranks, first, (f"--lora-init eva took {seen} micro-batches{unsettled}", *lines_of(ranks)))
-
-
-def lines_of(ranks: RanksByMap) -> Iterator[str]:
-    """The ranks of each kind of map, layer by layer: `q_proj: 8 8 12`."""
-    kinds: dict[str, list[str]] = {}
-    for name, (rank, _) in ranks.items():
-        kinds.setdefault(name.rpartition(".")[2], []).append(str(rank))
-    yield from (f"Ranks of {kind}: {' '.join(found)}" for kind, found in kinds.items())
-
-
-def _as_it_is(spec: Spec, adapters: Lora, trained: Collection[str] = ()) -> Spec:
+def _as_it_is(spec: Spec, trained: Collection[str] = ()) -> Spec:
     """The model of a spec on one rank, in the model's dtype alone, with nothing trained but the weights of sites."""
     dtype = spec.precision.model
     plain = replace(spec.precision.without_fp8(), head=dtype, master=dtype, m=dtype, v=dtype)
     memory = replace(spec.memory, flags=(), drop=(), offload=(), host=(), fused=False)
     alone: dict[str, Any] = {"sharding": ALONE, "observe": False, "completions": None}
-    return replace(
-        spec.without_noise(),
-        precision=plain,
-        memory=memory,
-        adapters=Method(base=adapters.base, also=frozenset(f"{site}.weight" for site in trained)),
-        **alone,
-    )
+    weights = Method(base=spec.adapters.base, also=frozenset(f"{site}.weight" for site in trained))
+    return replace(spec.without_noise(), precision=plain, memory=memory, adapters=weights, **alone)
 
 
 class Tap:
@@ -231,8 +173,8 @@ class Tap:
         self._site.forward(ops, a, y, x, w, residual)
 
 
-def _read_inputs(engine: Engine, batch: Batch, tapped: Mapping[str, str], eva: Eva) -> None:
-    """Gives EVA the inputs (n,K) of the sites in `tapped` at the trained tokens of a batch, one site at a time."""
+def _read_inputs(engine: Engine, batch: Batch, tapped: Mapping[str, str], take: Take) -> None:
+    """Gives `take` the inputs (n,K) of the sites in `tapped` at the trained tokens of a batch, one site at a time."""
     trained = np.flatnonzero(batch.targets.reshape(-1) != IGNORED)
     pieces: dict[str, list[np.ndarray]] = {}
 
@@ -246,7 +188,7 @@ def _read_inputs(engine: Engine, batch: Batch, tapped: Mapping[str, str], eva: E
             rows = np.array(array.get() if hasattr(array, "get") else array)  # of a GPU, after what is on its stream
             found.append(rows.reshape(-1, rows.shape[-1]))
             if sum(map(len, found)) == batch.targets.size:  # tiles and chunks come in order
-                eva.directions[site].add(np.concatenate(pieces.pop(site))[trained].astype(np.float32))
+                take(site, np.concatenate(pieces.pop(site))[trained].astype(np.float32))
 
         return call
 

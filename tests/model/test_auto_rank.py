@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llmq.adapters.auto_rank import MOST_RANK, ranks_within, spectrum
+from llmq.adapters.rank_choice import MOST_RANK, ranks_within, spectrum
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((7, 12), 1.0), ((12, 7), 1e-25), ((300, 400), 1e-3), ((5, 5), 0.0)])

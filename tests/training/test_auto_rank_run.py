@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
 import llmq
-from llmq.adapters.auto_rank import ranks_within
 from llmq.adapters.method import NO_ADAPTERS
+from llmq.adapters.rank_choice import ranks_within
 from llmq.backends.host import HostBackend
 from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
@@ -83,7 +83,7 @@ def test_ranks_are_those_of_the_first_steps_gradients_whatever_fits_at_a_time(gi
     tight = llmq.train(**{**given, "name": "tight", "steps": 1})
     assert len(plans) > 2 and ranks_of(tight.model_path) == ranks
     spec, data, model = kept[0]
-    full = survey._as_it_is(spec, spec.adapters, list(spec.adapters.by_site))
+    full = survey._as_it_is(spec, list(spec.adapters.by_site))
     wanted = by_hand(given, survey.replace(full, adapters=NO_ADAPTERS), data, model)
     assert {name: rank for name, rank in wanted.items() if rank} == ranks
     least = 1000
