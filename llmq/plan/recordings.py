@@ -27,7 +27,6 @@ from llmq.stores.fused_grads import FusedGrads, Use
 from llmq.stores.grads import ReplicatedGrads
 from llmq.stores.hosted_grads import HostedGrads
 from llmq.stores.hosted_moments import HostedMoments
-from llmq.stores.hosted_weights import HostedWeights
 from llmq.stores.moments import ReplicatedMoments, ShardedMoments
 from llmq.stores.ranks import Alone, ManyRanks
 from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
@@ -62,15 +61,13 @@ def stores_of(spec: Spec) -> Stores:
 
 def _weights(memory: Memory, p: Precision, store: Callable[..., Any]) -> Callable[..., Any]:
     """What holds weights as `store` does, those on the host that belong there, or without copies that stay."""
-    hosted = memory.hosts_weight(p)
     host_master = p.master if MASTER in memory.host else None
-    if not memory.persistent_quants:  # with the masters of all rows on this rank
-        about: dict[str, Any] = {"host_master": host_master, "own_dtype": p.wide_master, "in_place": memory.zero_copy}
-        remade = partial(is_quant, precision=p)
-        return partial(RemadeWeights, hosted=hosted or (lambda row: False), remade=remade, **about)
-    if hosted is None:
-        return store
-    return partial(HostedWeights if store is ReplicatedWeights else store, hosted=hosted, host_master=host_master)
+    homes: dict[str, Any] = {"hosted": memory.hosts_weight(p), "host_master": host_master}
+    if memory.persistent_quants:
+        return partial(store, **homes)
+    # with the masters of all rows on this rank
+    about: dict[str, Any] = {"own_dtype": p.wide_master, "in_place": memory.zero_copy}
+    return partial(RemadeWeights, remade=partial(is_quant, precision=p), **about, **homes)
 
 
 def _shared(sharding: Sharding) -> Stores:

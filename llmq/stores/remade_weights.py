@@ -7,13 +7,13 @@ from typing import Any
 
 from llmq.changed import changed
 from llmq.row import Row
-from llmq.stores.hosted_weights import HostedWeights, weight_slot
+from llmq.stores.weights import ReplicatedWeights, weight_slot
 from llmq.tensor import Ref
 
 COUNTED = "update"  # in the names of copies that are made for their scales and statistics alone
 
 
-class RemadeWeights(HostedWeights):
+class RemadeWeights(ReplicatedWeights):
     """Weights of which the rows that are `remade` have no copies of their own: each walk makes those of a part, of
     their masters of `own_dtype`, which come a part ahead where they live on the host, unless they are read `in_place`.
 
@@ -27,7 +27,7 @@ class RemadeWeights(HostedWeights):
         dtype: str,
         master_dtype: str | None,
         *,
-        hosted: Callable[[Row], bool],
+        hosted: Callable[[Row], bool] | None,
         host_master: str | None,
         remade: Callable[[Row], bool],
         own_dtype: str,

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.hosted_weights import fetched, on_host, weight_slot, written_here
 from llmq.stores.sharding import Sharding, Shards, part_of
-from llmq.stores.weights import ReplicatedWeights
+from llmq.stores.weights import ReplicatedWeights, fetched, weight_slot, written_here
 from llmq.tensor import Ref
 
 
@@ -19,7 +18,7 @@ class GatheredWeights(ReplicatedWeights):
     are those of the whole; all are gathered in the next forward pass, each part while the one before it computes.
 
     Rows that are `hosted` live on the host, and so do shares of them: what is gathered is a slot, which is used and
-    sent there, and later walks fetch it. `host_master` is the dtype of masters on the host, as for HostedWeights.
+    sent there, and later walks fetch it.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class GatheredWeights(ReplicatedWeights):
         hosted: Callable[[Row], bool] | None = None,
         host_master: str | None = None,
     ) -> None:
-        super().__init__(rows if hosted is None else on_host(rows, hosted), dtype, None)
+        super().__init__(rows, dtype, None, hosted=hosted)
         self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
         masters = {"device": master_dtype, "host": host_master}
         self._own = {
@@ -66,7 +65,7 @@ class GatheredWeights(ReplicatedWeights):
         """Makes the rows of a part whole where they are; returns what is to be read in their place."""
         if self._gathers and phase == "forward":
             return self._make_whole(ops, part, phase)
-        return {name: fetched(ops, ref, phase) for name, ref in self._on_host(part).items()}
+        return super()._fetch(ops, part, phase)
 
     def _make_whole(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Gathers the rows of a part; returns the slots of those that live on the host, and sends these there."""
@@ -76,10 +75,6 @@ class GatheredWeights(ReplicatedWeights):
         for name, slot in slots.items():
             ops.copy_to_host(self.refs[name], slot)
         return slots
-
-    def _on_host(self, part: str | int) -> dict[str, Ref]:
-        """The rows of a part that live on the host."""
-        return {name: ref for name in self._names[part] if (ref := self.refs[name]).home == "host"}
 
     def _gather(self, ops: Any, whole: Mapping[str, Ref], phase: str) -> None:
         """Whole rows, by name, <- all ranks' shares. Collectives stand together, after what comes from the host."""

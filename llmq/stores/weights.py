@@ -1,9 +1,11 @@
-"""Weights that every rank holds whole, always resident: the copies that matmuls and norms read."""
+"""Weights that every rank holds whole, on the device or the host: the copies that matmuls and norms read."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from llmq.row import Row
@@ -19,13 +21,26 @@ class ReplicatedWeights:
     """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master, unless masters are
     others' (None).
 
+    Rows that are `hosted` live on the host, in the forms that are read of them: each walk brings them into slots, so
+    that those of two parts are on the device. `host_master` is the dtype of masters on the host (None: they are on the
+    device): a weight of that dtype is its own master there.
+
     A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
     read comes from a slot, cast a part of the model at a time. So is a trained row that has no wider master.
     """
 
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None) -> None:
-        self.rows = tuple(rows)
-        self.refs = {row.name: self._ref(row, dtype, master_dtype) for row in rows}
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        dtype: str,
+        master_dtype: str | None,
+        *,
+        hosted: Callable[[Row], bool] | None = None,
+        host_master: str | None = None,
+    ) -> None:
+        self.rows = tuple(replace(row, home="host") if hosted and hosted(row) else row for row in rows)
+        self._master_dtypes = {"device": master_dtype, "host": host_master}
+        self.refs = {row.name: self._ref(row, dtype) for row in self.rows}
         self._names = names_by_part(rows)
         self._held: dict[str | int, list[Ref]] = defaultdict(list)  # by part
         for row in self.rows:
@@ -37,10 +52,10 @@ class ReplicatedWeights:
         slots, of which the plan keeps what is read, and for as long."""
         parts = tuple(parts)
         coming = (self._fetch(ops, part, phase) for part in self._needed(parts))
-        for part, fetched in zip(parts, one_ahead(coming), strict=False):
+        for part, here in zip(parts, one_ahead(coming), strict=False):
             refs = {name: self.refs[name] for name in self._names[part]}
-            made = self._slots(ops, part, phase, fetched)
-            yield part, part_bundle(part_tree({**refs, **fetched, **made}), part)
+            made = self._slots(ops, part, phase, here)
+            yield part, part_bundle(part_tree({**refs, **here, **made}), part)
 
     @property
     def first(self) -> ReplicatedWeights:
@@ -54,19 +69,19 @@ class ReplicatedWeights:
         """Yields what the copies of each trained row, or of those named in `only`, are written to, None for a row that
         has no other copy than its value; they are where they belong when the next row's, or the next part's, is asked
         for."""
-        for row in self.rows:
-            if row.trainable and (only is None or row.name in only):
-                yield from self.refs[row.name].entries if row.stored is None else (None,)
+        rows = [row for row in self.rows if row.trainable and (only is None or row.name in only)]
+        refs = (self.refs[row.name].entries if row.stored is None else (None,) for row in rows)
+        return written_here(ops, chain.from_iterable(refs))
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained and whose copies are made once, of their value."""
         rows = [row for row in self.rows if not row.trainable and row.stored is None]
         return [ref for row in rows for ref in self.refs[row.name].entries]
 
-    def _ref(self, row: Row, dtype: str, master_dtype: str | None) -> Ref:
+    def _ref(self, row: Row, dtype: str) -> Ref:
         if row.stored is not None:
             _refuse(row)
-        is_master = row.trainable and (row.dtype or dtype) == master_dtype and row.home == "device"
+        is_master = row.trainable and (row.dtype or dtype) == self._master_dtypes[row.home]
         value_in = "master" if is_master else None
         about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
         return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
@@ -76,8 +91,12 @@ class ReplicatedWeights:
         return parts
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
-        """What is read in place of a part's rows, by name, once it is where it is used; here all of them are."""
-        return {}
+        """What is read in place of a part's rows, by name, once it is where it is used: slots of those on the host."""
+        return {name: fetched(ops, ref, phase) for name, ref in self._on_host(part).items()}
+
+    def _on_host(self, part: str | int) -> dict[str, Ref]:
+        """The rows of a part that live on the host."""
+        return {name: ref for name in self._names[part] if (ref := self.refs[name]).home == "host"}
 
     def _slots(self, ops: Any, part: str | int, phase: str, fetched: dict[str, Ref]) -> dict[str, Ref]:
         """What a part's rows that are held in a form are read from, by name; what has been `fetched` is there."""
@@ -93,6 +112,29 @@ class ReplicatedWeights:
         for one, source in zip(slot.entries, held.entries, strict=True):
             ops.cast(one, source)
         return slot
+
+
+def weight_slot(ref: Ref, phase: str) -> Ref:
+    """A slot for what is read of a weight, or written, in a phase."""
+    return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
+
+
+def fetched(ops: Any, ref: Ref, phase: str) -> Ref:
+    """A weight on the device: itself, or a slot with what the host has."""
+    if ref.home == "device":
+        return ref
+    ops.copy_to_device(slot := weight_slot(ref, phase), ref)
+    return slot
+
+
+def written_here(ops: Any, refs: Iterable[Ref | None]) -> Iterator[Ref | None]:
+    """Each weight that is written, or a slot for one of the host, which is sent there when the next is asked for."""
+    for ref in refs:
+        if ref is None or ref.home == "device":
+            yield ref
+            continue
+        yield (slot := weight_slot(ref, "update"))
+        ops.copy_to_host(ref, slot)
 
 
 def _refuse(row: Row) -> None:
