@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmq.adapters import resolve as adapters
-from llmq.data.batches.masked_sample import sample_text
+from llmq.data.chat.samples import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
 from llmq.hardware import device

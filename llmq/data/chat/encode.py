@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -25,8 +26,9 @@ import numpy as np
 from llmq.data.chat.counts import Counts
 from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
-from llmq.data.chat.overlong import OVERLONG, EncodedPart, shortened, trained_runs
-from llmq.data.chat.template import MARKER, OWN, ChatTemplate, RenderError, Templates, open_templates
+from llmq.data.chat.overlong import OVERLONG, Encoded, shortened, trained_runs
+from llmq.data.chat.sandbox import RenderError
+from llmq.data.chat.template import MARKER, OWN, Templates, open_templates
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.text import pieces_of
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -55,15 +57,6 @@ class EncodeOptions:
         return find_format(
             first, self.data_format, self.mapping, prompt_template=self.prompt_template, preamble=self.preamble
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Encoded:
-    """A document: its tokens, end included, and which of them are trained as targets."""
-
-    place: str  # of the row that it is from: several documents can be
-    ids: np.ndarray  # (n,) int32
-    trained: np.ndarray | None  # (n,) bool; None: every token
 
 
 def open_encoder(
@@ -157,10 +150,28 @@ class Encoder:
 
         The first bad row is raised; with a list `bad`, bad rows are put there instead and the others are encoded.
         """
+        read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
+        for record in records:
+            try:
+                content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
+                for text in texts:
+                    text.encode()
+                read.append((record, content, texts))
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                wrong = BadRow(record.place, f"the text holds {half!a}, which is half of a character: fix it")
+            except BadRow as error:
+                wrong = error
+            else:
+                continue
+            if bad is None:
+                raise wrong
+            bad.append(wrong)
         documents: list[Encoded] = []
-        for record, parts in self._tokenized(records, bad):
+        encodings = self._encodings([text for _, _, texts in read for text in texts])
+        for record, content, texts in read:
             self.counts.rows += 1
-            documents += self._fitted(record.place, parts)
+            documents += self._fitted(self._documents(record.place, content, [next(encodings) for _ in texts]))
         self.counts.documents += len(documents)
         for document in documents:
             num_tokens = len(document.ids)
@@ -168,51 +179,24 @@ class Encoder:
             self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
         return documents
 
-    def _fitted(self, place: str, parts: list[EncodedPart]) -> list[Encoded]:
+    def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
         """A row's documents, of at most seq_len tokens, without those that train nothing."""
         limit, overlong = self.options.seq_len, self.options.overlong
-        if limit is not None and (longest := max((part.length(overlong) for part in parts), default=0)) > limit:
+        if limit is not None and (longest := max((one.length(overlong) for one in documents), default=0)) > limit:
             self.counts.overlong += 1
             self.counts.longest = max(self.counts.longest, longest)
-            cut = [shortened(part, limit, overlong) for part in parts]
+            cut = [shortened(one, limit, overlong) for one in documents]
             self.counts.turns_cut += sum(lost for _, lost in cut)
-            parts = [part for made, _ in cut for part in made]
-            if not parts:
+            documents = [one for made, _ in cut for one in made]
+            if not documents:
                 self.counts.too_long += 1
                 return []
-        documents = [Encoded(place, ids, trained) for ids, trained, _ in parts if trained is None or trained.any()]
-        self.counts.untrained += not documents
-        return documents
-
-    def _tokenized(
-        self, records: Sequence[Record], bad: list[BadRow] | None
-    ) -> Iterator[tuple[Record, list[EncodedPart]]]:
-        """Each good row with its documents' ids and masks; the others go to `bad`, or the first of them is raised."""
-        read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
-        for record in records:
-            try:
-                read.append((record, *self._read(record)))
-            except BadRow as error:
-                if bad is None:
-                    raise
-                bad.append(error)
-        encodings = self._encodings([text for _, _, texts in read for text in texts])
-        for record, content, texts in read:
-            yield record, self._documents(content, [next(encodings) for _ in texts])
-
-    def _read(self, record: Record) -> tuple[Any, list[str]]:
-        """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
-        content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
-        try:
-            for text in texts:
-                text.encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise BadRow(record.place, f"the text holds {half!a}, which is half of a character: fix it") from None
-        return content, texts
+        kept = [one for one in documents if one.trained is None or one.trained.any()]
+        self.counts.untrained += not kept
+        return kept
 
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
-        """What `_read` gives, without its check."""
+        """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
         match content:
             case Text(text):
                 return content, pieces_of(text) if self.tokenizer.in_pieces else [text]
@@ -230,21 +214,21 @@ class Encoder:
                     yield np.fromiter(code.ids, np.int32, len(code))
                 start, characters = stop, 0
 
-    def _documents(self, content: Any, encodings: list[Any]) -> list[EncodedPart]:
+    def _documents(self, place: str, content: Any, encodings: list[Any]) -> list[Encoded]:
         if isinstance(content, Tokens):
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
-            return [EncodedPart(content.ids, content.trained, trained_runs(content.trained))]
+            return [Encoded(place, content.ids, content.trained, trained_runs(content.trained))]
         begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
         ids = np.concatenate([begin, *encodings, end])
         if isinstance(content, Text):
-            return [EncodedPart(ids, None)]
+            return [Encoded(place, ids, None)]
         whole = [(len(ids), len(ids))]
         if self.train_on.everything:
-            return [EncodedPart(ids, None, whole)]
+            return [Encoded(place, ids, None, whole)]
         trained = np.ones(len(ids), bool)
         trained[: len(begin) + len(encodings[0])] = False
-        return [EncodedPart(ids, trained, whole)]
+        return [Encoded(place, ids, trained, whole)]
 
 
 class ChatEncoder(Encoder):
@@ -318,12 +302,11 @@ class ChatEncoder(Encoder):
 
     def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
         """Rendered chats, and where the trained part of their last assistant turn ends."""
-        chats = [PROBE]
+        chats: list[Any] = [PROBE]
         for record in first:
-            try:
-                chats.append(self._chat(self.format.read(record, self.tokenizer.vocab_size)))
-            except BadRow:  # reported when the rows are encoded
-                continue
+            with suppress(BadRow):  # which is reported when the rows are encoded
+                content = self.format.read(record, self.tokenizer.vocab_size)
+                chats.append(content.as_chat() if isinstance(content, Pair) else content)
         for chat in chats:
             try:
                 made = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)
@@ -346,17 +329,9 @@ class ChatEncoder(Encoder):
             lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
         return lines
 
-    @staticmethod
-    def _chat(content: Any) -> Chat:
-        if isinstance(content, Pair):
-            system = [{"role": "system", "content": content.system}] if content.system else []
-            asked = [{"role": "user", "content": content.asked}, {"role": "assistant", "content": content.answer}]
-            return Chat([*system, *asked])
-        return content
-
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
-        chat = self._chat(content)
-        template: ChatTemplate = self.templates.pick(chat.tools)
+        chat = content.as_chat() if isinstance(content, Pair) else content
+        template = self.templates.pick(chat.tools)
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
             lost = unwritten(template, chat)
@@ -381,12 +356,13 @@ class ChatEncoder(Encoder):
     def _encodings(self, texts: list[str]) -> Iterator[Any]:
         yield from self.encoder.encode_batch(texts, add_special_tokens=False)
 
-    def _documents(self, content: list[Sample], encodings: list[Any]) -> list[EncodedPart]:
-        parts: list[EncodedPart] = []
+    def _documents(self, place: str, content: list[Sample], encodings: list[Any]) -> list[Encoded]:
+        documents: list[Encoded] = []
         for sample, encoding in zip(content, encodings, strict=True):
             ids = np.array(encoding.ids, np.int32)
             trained = trained_tokens(encoding, sample.spans)
-            turns = turn_ends(encoding, sample.turns) if self._is_overlong(len(ids) + sample.ends) else []
+            limit = self.options.seq_len
+            turns = turn_ends(encoding, sample.turns) if limit is not None and len(ids) + sample.ends > limit else []
             if sample.ends:
                 ids = np.append(ids, np.int32(self.tokenizer.eos_token_id))
                 trained = np.append(trained, True)
@@ -394,11 +370,8 @@ class ChatEncoder(Encoder):
                 self.counts.unended += 1
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
             self._note_ends(sample)
-            parts.append(EncodedPart(ids, trained, turns))
-        return parts
-
-    def _is_overlong(self, num_tokens: int) -> bool:
-        return self.options.seq_len is not None and num_tokens > self.options.seq_len
+            documents.append(Encoded(place, ids, trained, turns))
+        return documents
 
     def _note_ends(self, sample: Sample) -> None:
         """Adds the special tokens that end what is trained, but for white space after them, to the end tokens."""

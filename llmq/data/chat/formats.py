@@ -17,7 +17,7 @@ import numpy as np
 
 from llmq.data.chat.prompts import PromptTemplate, alpaca_prompt
 from llmq.data.chat.proposals import proposed_map
-from llmq.data.chat.template import RenderError
+from llmq.data.chat.sandbox import RenderError
 from llmq.data.chat.untrained import TURN_COLUMNS, untrained_messages
 from llmq.data.rows.records import BadRow, Record
 from llmq.errors import DataError, UsageError
@@ -39,6 +39,11 @@ class Pair:
     answer: str
     asked: str
     system: str | None = None
+
+    def as_chat(self) -> Chat:
+        """A chat of one question."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return Chat([*system, {"role": "user", "content": self.asked}, {"role": "assistant", "content": self.answer}])
 
 
 @dataclass(frozen=True)

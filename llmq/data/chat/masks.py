@@ -29,7 +29,8 @@ import numpy as np
 import tokenizers
 
 from llmq.data.chat.formats import ROLES, Chat
-from llmq.data.chat.template import ChatTemplate, RenderError, Rendering
+from llmq.data.chat.sandbox import RenderError, Rendering
+from llmq.data.chat.template import ChatTemplate
 from llmq.errors import UsageError
 
 _START, _STOP = itemgetter(0), itemgetter(1)  # of a token's place in the text

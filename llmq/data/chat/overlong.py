@@ -1,4 +1,4 @@
-"""Rows of more tokens than a sequence has: whole turns of them, or what else --overlong says."""
+"""Documents as tokens; of rows of more than a sequence has, whole turns, or what else --overlong says."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ OVERLONG = {
 }
 
 
-class EncodedPart(NamedTuple):
-    """A row's tokens, or one of several documents that it gives.
+class Encoded(NamedTuple):
+    """A document: its tokens, end included, and which of them are trained as targets.
 
     `turns` has, of each trained turn, how many tokens there are up to its trained stop, and up to the end of its
     message, ascending; None for text, which has none, and () where it is not asked for.
     """
 
+    place: str  # of the row that it is from: several documents can be
     ids: np.ndarray  # (n,) int32
     trained: np.ndarray | None  # (n,) bool; None: every token
     turns: Sequence[tuple[int, int]] | None = None
@@ -33,24 +34,24 @@ class EncodedPart(NamedTuple):
         return 0 if self.turns is None and overlong == "turns" else len(self.ids)
 
 
-def shortened(part: EncodedPart, limit: int, overlong: str) -> tuple[list[EncodedPart], int]:
-    """Parts of at most `limit` tokens of a part that may have more, and how many of its turns are lost."""
-    num_tokens, lost = len(part.ids), 0
+def shortened(whole: Encoded, limit: int, overlong: str) -> tuple[list[Encoded], int]:
+    """Documents of at most `limit` tokens of one that may have more, and how many of its turns are lost."""
+    num_tokens, lost = len(whole.ids), 0
     if num_tokens <= limit:
-        return [part], 0
+        return [whole], 0
     match overlong:
         case "drop":
             cuts = []
         case "turns":
-            turns = part.turns or ()
+            turns = whole.turns or ()
             fitting = [min(end, limit) for stop, end in turns if stop <= limit]
             cuts, lost = [(0, fitting[-1])] if fitting else [], len(turns) - len(fitting)
         case "truncate":
             cuts = [(0, limit)]
         case _:
             cuts = [(at, at + limit) for at in range(0, num_tokens, limit)]
-    ids, trained = part.ids, part.trained
-    return [EncodedPart(ids[at:stop], None if trained is None else trained[at:stop]) for at, stop in cuts], lost
+    _, ids, trained, _ = whole
+    return [Encoded(whole.place, ids[a:b], None if trained is None else trained[a:b]) for a, b in cuts], lost
 
 
 def trained_runs(trained: np.ndarray | None) -> list[tuple[int, int]] | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, TemplateSyntaxError
 
-from llmq.data.chat import sandbox
-from llmq.data.chat.template import RenderError
+from llmq.data.chat.sandbox import Environment, RenderError
 from llmq.errors import UsageError
 
 # Stanford Alpaca's, by whether the row has an input.
@@ -48,11 +45,9 @@ class PromptTemplate:
     """
 
     def __init__(self, source: str) -> None:
-        self._environment = sandbox.Environment(datetime.now())
-        del self._environment.globals["strftime_now"]  # the same row has the same prompt on every day
+        self._environment = Environment()  # the same row has the same prompt on every day
         self._environment.undefined = StrictUndefined
         self._environment.finalize = lambda value: "" if value is None else value
-        self._lock = threading.Lock()
         try:
             self._template = self._environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -61,7 +56,6 @@ class PromptTemplate:
     def render(self, columns: Mapping[str, Any]) -> str:
         """A row's prompt. RenderError if the template raises: for a column that is not there, say."""
         try:
-            with self._lock:
-                return sandbox.render(self._environment, self._template, columns)[0]
+            return self._environment.render(self._template, columns).text
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(" ".join(str(error).split())[:300] or type(error).__name__) from None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from llmq.data.chat.encode import Encoded
+from llmq.data.chat.overlong import Encoded
+from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TextTokenizer
 
 # By whether the token is trained, then by turns, so that neighbours differ.
 STYLES = {True: ("black on green3", "black on spring_green2"), False: ("default on grey15", "default on grey27")}
 MAX_TOKENS = 2000  # shown of a document
 MAX_JOINED = 8  # tokens that may share one character
+SAMPLE_TOKENS = 512  # at most, of the sample in the log of a run
 
 
 def show(encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, marks: bool = False) -> Group:
@@ -38,6 +41,24 @@ def show(encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, ma
             body.append(f" ... and {len(document.ids) - MAX_TOKENS} more tokens", style="italic")
         shown.append(body)
     return Group(*shown)
+
+
+def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path | None]) -> str | None:
+    """The first document of masked data as text, with what is trained in marks; None where all is trained."""
+    masked = next((file for file in files if file.mask_bits is not None and file.num_documents), None)
+    folder = tokenizer_folder() if masked is not None else None
+    if masked is None or folder is None:
+        return None
+    stop = int(masked.document_starts[1])
+    ids, trained = np.asarray(masked.tokens[: min(stop, SAMPLE_TOKENS)]), masked.trained(0, min(stop, SAMPLE_TOKENS))
+    decode = TextTokenizer.open(str(folder)).encoder.decode
+    borders = np.flatnonzero(np.diff(trained)) + 1
+    parts = []
+    for piece, is_trained in zip(np.split(ids, borders), trained[[0, *borders]], strict=True):
+        text = printable(decode(piece.tolist(), skip_special_tokens=False))
+        parts.append(f"[[{text}]]" if is_trained else text)
+    more = f" ... ({stop - SAMPLE_TOKENS} more tokens)" if stop > SAMPLE_TOKENS else ""
+    return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{''.join(parts)}{more}"
 
 
 def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> Iterator[tuple[str, bool]]:

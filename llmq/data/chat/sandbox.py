@@ -7,10 +7,11 @@ stopped while it writes; one that takes too long is stopped at its next call of 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes, pass_eval_context
 from jinja2.ext import Extension, loopcontrols
@@ -21,17 +22,29 @@ MAX_OUTPUT = 1 << 22  # characters of one rendering: about a million tokens
 MAX_SECONDS = 10.0  # of one rendering
 
 
-class Environment(ImmutableSandboxedEnvironment):
-    """Hugging Face's template language. One rendering at a time."""
+class RenderError(ValueError):
+    """A template that cannot render what it is given, and why."""
 
-    def __init__(self, now: datetime) -> None:
+
+class Rendering(NamedTuple):
+    """The text that a template makes, and the spans [start, stop) of its generation blocks."""
+
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """Hugging Face's template language, for any number of threads; without `now`, templates see no time."""
+
+    def __init__(self, now: datetime | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        self.lock = threading.Lock()  # a rendering is Python only: side by side, threads would gain nothing
         self.deadline = 0.0
         self.written = 0  # characters that left the template so far
         self.generated: list[tuple[int, int, str]] = []  # spans of generation blocks, and what they hold
         self.filters |= {"tojson": _tojson, "random": _random}
         del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": now.strftime}
+        self.globals |= {"raise_exception": _raise_exception, **({"strftime_now": now.strftime} if now else {})}
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls `__obj` for a template; TemplateError after the deadline."""
@@ -39,27 +52,27 @@ class Environment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it does not end within {MAX_SECONDS:g} s")
         return super().call(__context, __obj, *args, **kwargs)
 
+    def render(self, template: Template, variables: Mapping[str, Any]) -> Rendering:
+        """What a template of this environment makes.
 
-def render(
-    environment: Environment, template: Template, variables: Mapping[str, Any]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text that a template of `environment` makes, and the spans [start, stop) of its generation blocks.
-
-    Raises whatever the template does, and TemplateError if it takes too long or writes too much.
-    """
-    environment.deadline = time.monotonic() + MAX_SECONDS
-    environment.written, environment.generated = 0, []
-    pieces = []
-    for piece in template.generate(variables):
-        pieces.append(piece)
-        environment.written += len(piece)
-        if environment.written > MAX_OUTPUT:
-            raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
-    text = "".join(pieces)
-    for start, stop, content in environment.generated:
-        if text[start:stop] != content:
-            raise TemplateError("a generation block stands in a macro or in a set block, where its place is not known")
-    return text, [(start, stop) for start, stop, _ in environment.generated]
+        Raises whatever the template does, and TemplateError if it takes too long or writes too much.
+        """
+        with self.lock:
+            self.deadline = time.monotonic() + MAX_SECONDS
+            self.written, self.generated = 0, []
+            pieces = []
+            for piece in template.generate(variables):
+                pieces.append(piece)
+                self.written += len(piece)
+                if self.written > MAX_OUTPUT:
+                    raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
+            text = "".join(pieces)
+            for start, stop, content in self.generated:
+                if text[start:stop] != content:
+                    raise TemplateError(
+                        "a generation block stands in a macro or in a set block, where its place is not known"
+                    )
+            return Rendering(text, [(start, stop) for start, stop, _ in self.generated])
 
 
 class Generation(Extension):

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
-from llmq.data.chat import sandbox
+from llmq.data.chat.sandbox import Environment, RenderError, Rendering
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.tokenizer import json_if_there
 from llmq.errors import DataError, UsageError
@@ -33,17 +32,6 @@ NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "p
 MARKER = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|<[\uff5c][^<>\s]{1,40}>|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<(?:start|end)_of_[a-z]+>"
 )
-
-
-class RenderError(ValueError):
-    """A template that cannot render a conversation, and why."""
-
-
-class Rendering(NamedTuple):
-    """The text of a conversation, and the spans [start, stop) of its generation blocks."""
-
-    text: str
-    generated: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -61,8 +49,7 @@ class ChatTemplate:
             )
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
         self.now = now or datetime.now()
-        self._environment = sandbox.Environment(self.now)
-        self._lock = threading.Lock()  # a rendering is Python only: side by side, threads would gain nothing
+        self._environment = Environment(self.now)
         try:
             with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
                 warnings.simplefilter("ignore")
@@ -98,8 +85,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with self._lock:
-                return Rendering(*sandbox.render(self._environment, self._template, variables))
+            return self._environment.render(self._template, variables)
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(_reason(error)) from None
 

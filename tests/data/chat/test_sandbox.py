@@ -7,7 +7,8 @@ import time
 import pytest
 
 from llmq.data.chat import sandbox
-from llmq.data.chat.template import ChatTemplate, RenderError
+from llmq.data.chat.sandbox import RenderError
+from llmq.data.chat.template import ChatTemplate
 
 CHAT = [{"role": "user", "content": "Hello!"}]
 

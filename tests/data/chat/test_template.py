@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from chat_cases import CHATS, GOLDEN, ONE, PAIRS, SPECIAL, VARIABLES, chat_tokenizer, source, template
 
-from llmq.data.chat.template import MAX_TEMPLATE, ChatTemplate, RenderError, named_tokens, open_templates
+from llmq.data.chat.sandbox import RenderError
+from llmq.data.chat.template import MAX_TEMPLATE, ChatTemplate, named_tokens, open_templates
 from llmq.errors import DataError, UsageError
 
 GOLDENS = json.loads(GOLDEN.read_text("utf-8"))
