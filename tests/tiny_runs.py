@@ -9,6 +9,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tiny_engines import tiny
 
+from llmq.data.batches.row_layout import RowForm
+from llmq.data.batches.streaming import StreamedRows
+from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
 from llmq.files.huggingface import Export
@@ -32,6 +35,22 @@ def folder(path, **changes):
     path.mkdir()
     (path / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, **changes), "fp32")))
     return path
+
+
+def number_stream(seq_len, vocab_size, opened=None):
+    """An endless stream of 4 files of 10 rows; `opened` gets the positions that it is read from."""
+
+    class Rows:
+        def read(self, position=()):
+            shard, row, overall = position or (0, 0, 0)
+            assert overall == 10 * shard + row
+            if opened is not None:
+                opened.append((shard, row, overall))
+            for number in range(overall, 40):
+                ids = np.random.default_rng(number).integers(0, 97, 5 + 13 * number % 29)
+                yield (number // 10, number % 10 + 1, number + 1), RowTokens(ids, None, (len(ids),))
+
+    return StreamedRows(lambda begun: Rows(), RowForm(seq_len, vocab_size), "stream")
 
 
 def tiny_options(path):

@@ -124,7 +124,7 @@ def test_other_sizes_are_made_anew(made, copy, tmp_path):
     config = other.sizes / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 300', '"vocab_size": 280'))
     quickstart.quickstart(other)
-    assert TokenFile.open(copy.out / "data" / "train.bin").vocab_size == 280
+    assert TokenFile.open(copy.out / "data" / "train.bin").header.vocab_size == 280
     assert read_log(copy.out / "run").train["step"][-1] == 20
 
 

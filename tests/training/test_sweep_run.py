@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_runs import T, on_weights, weights_of, write_documents
+from tiny_runs import T, number_stream, on_weights, weights_of, write_documents
 
 import llmq
 from llmq.comm.in_process import run_ranks
-from llmq.data.batches.streaming import StreamedDocument, StreamedRows
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, UsageError
@@ -125,15 +124,9 @@ def test_a_file_of_one_is_that_adapter(given):
 def test_a_stream_of_one_adapter_resumes_where_it_was(given, monkeypatch):
     real = trained_on.open_data
 
-    def open_at(begun, shard, row, overall):
-        for number in range(10 * shard + row, 40):
-            size = 5 + 13 * number % 29
-            ids = np.random.default_rng(number).integers(0, 97, size)
-            yield StreamedDocument(number // 10, number % 10, number, ids, None)
-
     def opened(options, vocab_size, seed, **about):
         found = real(options, vocab_size, seed, **about)
-        return replace(found, train=StreamedRows(open_at, T, vocab_size, "stream")) if seed == 5 else found
+        return replace(found, train=number_stream(T, vocab_size)) if seed == 5 else found
 
     monkeypatch.setattr(trained_on, "open_data", opened)
     whole = llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 0})

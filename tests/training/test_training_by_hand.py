@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 from tiny_engines import tiny
+from token_files import write_tokens
 
 import llmq
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.permutation import sample_order
-from llmq.data.tokens.token_file import TokenFile
 from llmq.engine.engine import Engine
 from llmq.files.checkpoint import load
 from llmq.files.source import ModelSource, initial_parameters
@@ -36,8 +36,8 @@ def token_files(folder):
     """Training tokens for a bit more than two steps; held-out tokens of which most are masked in some batches."""
     draw = np.random.default_rng(0)
     mask = draw.random(5 * T + 1) < np.repeat([1, 1, 0.1, 0.1, 0.5, 1], [T] * 5 + [1])
-    TokenFile.write(folder / "train.bin", draw.integers(0, 97, 14 * T + 3).astype(np.int32), vocab_size=97)
-    TokenFile.write(folder / "eval.bin", draw.integers(0, 97, 5 * T + 1).astype(np.int32), vocab_size=97, mask=mask)
+    write_tokens(folder / "train.bin", draw.integers(0, 97, 14 * T + 3).astype(np.int32), vocab_size=97)
+    write_tokens(folder / "eval.bin", draw.integers(0, 97, 5 * T + 1).astype(np.int32), vocab_size=97, mask=mask)
     return mask
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -22,24 +22,23 @@ from llmq.data.batches.augment import Augmentation, open_augmentation
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.mix_file import Source, read_sources
 from llmq.data.batches.mixture import Mixture, Share
-from llmq.data.batches.packing import Packs, refuse_single_tokens
+from llmq.data.batches.packing import Packs
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.step import step_of
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import (
-    SampleGroup,
     Samples,
     Windows,
-    all_problems,
     empty_rows,
-    noted,
     open_files,
     require_one_tokenizer,
+    sidecars,
     stacked,
 )
+from llmq.data.rows.records import all_problems, noted
 from llmq.data.stream import START, Position, ReadAhead, Stream
-from llmq.data.tokens.sidecar import Sidecar, tokenizer_folder
-from llmq.errors import UsageError
+from llmq.data.tokens.sidecar import tokenizer_folder
+from llmq.errors import DataError, UsageError
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
@@ -89,12 +88,12 @@ class Data:
             )
         for name, samples in parts:
             if isinstance(samples, Packs):
-                size, most = samples.num_windows * self.seq_len, samples.docs_per_row
-                kind = f"at most {most} documents in each" if most > 1 else "a document in each"
+                size, limits = samples.num_windows * self.seq_len, samples.limits
+                kind = f"at most {limits[0]} documents in each" if limits else "a document in each"
                 found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
                 found[f"{name}trained tokens"] = _share(samples.num_trained, size)
             elif isinstance(samples, StreamedRows) and samples.limits:
-                found[f"{name}rows"] = f"at most {samples.max_docs} documents in each"
+                found[f"{name}rows"] = f"at most {samples.limits[0]} documents in each"
             elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
                 trained = sum(file.num_trained for file in samples.token_files)
                 found[f"{name}trained tokens"] = _share(trained, samples.num_tokens)
@@ -169,18 +168,11 @@ class Data:
 
     def tokenizer_folder(self) -> Path | None:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
-        return next((tokenizer_folder(path, sidecar) for path, sidecar in self._sidecars()), None)
+        return next((tokenizer_folder(file.path, found) for file, found in sidecars(self.train.token_files)), None)
 
     def end_token_ids(self) -> tuple[int, ...]:
         """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
-        ends = {number for _, sidecar in self._sidecars() for number in sidecar.ends()}
-        sources = self.train.sources if isinstance(self.train, SampleGroup) else [self.train]
-        return tuple(sorted(ends.union(*(one.end_token_ids for one in sources if isinstance(one, StreamedRows)))))
-
-    def _sidecars(self) -> Iterator[tuple[Path, Sidecar]]:
-        for file in self.train.token_files:
-            if sidecar := Sidecar.read(file.path, file.num_tokens):
-                yield file.path, sidecar
+        return tuple(sorted(self.train.end_token_ids))
 
 
 def _share(count: int, total: int) -> str:
@@ -215,14 +207,20 @@ def open_data(
             f"--seq-len {options.seq_len} counts the {num_virtual} virtual tokens before each document: use at least "
             f"{num_virtual + 2}"
         )
-    if named is None and options.train_file is None:
-        return _no_data(options, vocab_size, seed, accumulation, world, cannot_pack, num_virtual)
+    is_there = named is not None or options.train_file is not None
     named = named and named.find(options.seq_len - num_virtual, options.weight)
     has_rows = named is not None and named.has_rows
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
-    if layout.kind != WINDOWS:
-        refuse_single_tokens(options.seq_len)
-    form = RowForm(layout.kind, options.seq_len, vocab_size, seed, options.max_docs, num_virtual)
+    form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
+    train, held = _opened(options, form, named, tokenizer) if is_there else (_no_data(form), None)
+    sizes = (options.batch_size, options.seq_len, accumulation)
+    return Data(train, held, *sizes, seed, world, augment, layout, is_there)
+
+
+def _opened(
+    options: DataOptions, form: RowForm, named: NamedData | None, tokenizer: Path | None
+) -> tuple[Samples | StreamedRows, Samples | None]:
+    """What is trained and evaluated on; see open_data for the errors."""
     found, eval_files = named.open(form) if named else _given(options)
     train, evaluation = None, None
     with all_problems() as problems:
@@ -234,33 +232,35 @@ def open_data(
     assert train is not None and evaluation is not None
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
     held = evaluation if eval_files else None
-    _require_samples(train, held, form)
-    return Data(train, held, options.batch_size, form.seq_len, accumulation, seed, world, augment, layout)
-
-
-def _no_data(
-    options: DataOptions,
-    vocab_size: int,
-    seed: int,
-    accumulation: int,
-    world: int,
-    cannot_pack: str | None,
-    num_virtual: int,
-) -> Data:
-    """The shape of a step, for a plan. UsageError for packed rows, if it is not known how many documents they hold."""
-    layout = choose_row_layout(options.packing, options.max_docs, has_rows=False, cannot_pack=cannot_pack)
-    if layout.kind == PACKED and options.max_docs is None:
-        raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
-    about: dict[str, Any] = {"max_docs": options.max_docs, "num_virtual": num_virtual}
-    train = StreamedRows(lambda *place: iter(()), options.seq_len, vocab_size, "no data", **about)
-    sizes = (options.batch_size, options.seq_len, accumulation)
-    return Data(train, None, *sizes, seed, world, layout=layout, is_there=False)
+    with all_problems() as problems:
+        if train.num_windows == 0:
+            needs = f": one is {form.room + 1} tokens of a file" if form.kind == WINDOWS else ""
+            problems.append(
+                f"the training data ({train.num_tokens} tokens) has no sample of seq_len {form.seq_len}{needs}: lower "
+                "seq_len, or give more data"
+            )
+        if held is not None and not held.num_windows:
+            problems.append(
+                f"the evaluation data ({held.num_tokens} tokens) has nothing to predict: give a file with two tokens "
+                "or more"
+            )
+    return train, held
 
 
 def _given(options: DataOptions) -> tuple[list[Source], Sequence[str]]:
     """The token files that the options name, by source, and those to evaluate on."""
-    assert options.train_file is not None
-    return read_sources("train_file", options.train_file, options.weight), options.eval_file or ()
+    return read_sources("train_file", options.train_file or (), options.weight), options.eval_file or ()
+
+
+def _no_data(form: RowForm) -> StreamedRows:
+    """The shape of rows, for a plan. UsageError for packed rows, if it is not known how many documents they hold."""
+    if form.kind == PACKED and form.docs is None:
+        raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
+
+    def nothing(begun: int) -> NoReturn:
+        raise DataError("there is no data to read: name it with --data or --train-file")
+
+    return StreamedRows(nothing, form, "no data")
 
 
 def _open_sources(sources: Sequence[Source], form: RowForm) -> Samples:
@@ -280,26 +280,7 @@ def _open_sources(sources: Sequence[Source], form: RowForm) -> Samples:
 def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Windows | Packs:
     """The files that `patterns` name as samples; `with_tails` is for windows."""
     files = open_files(patterns)
-    if form.kind == WINDOWS:
-        about: dict[str, Any] = {"with_tails": with_tails, "num_virtual": form.num_virtual}
-        return Windows(files, form.seq_len, form.vocab_size, **about)
-    return Packs(files, form.seq_len, form.vocab_size, form.seed, form.docs, form.num_virtual)
-
-
-def _require_samples(train: Samples | StreamedRows, evaluation: Samples | None, form: RowForm) -> None:
-    """DataError if there is no sample to train or evaluate on."""
-    with all_problems() as problems:
-        if train.num_windows == 0:
-            needs = f": one is {form.longest + 1} tokens of a file" if form.kind == WINDOWS else ""
-            problems.append(
-                f"the training data ({train.num_tokens} tokens) has no sample of seq_len {form.seq_len}{needs}: lower "
-                "seq_len, or give more data"
-            )
-        if evaluation is not None and not evaluation.num_windows:
-            problems.append(
-                f"the evaluation data ({evaluation.num_tokens} tokens) has nothing to predict: give a file with two "
-                "tokens or more"
-            )
+    return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
 
 
 def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:

@@ -99,6 +99,10 @@ class Mixture(SampleGroup):
             shares.append(Share(self.names[n], self.weights[n], count, part, epochs))
         return shares
 
+    def parts_of_tokens(self) -> list[float]:
+        """By the weights, whatever there is of each source."""
+        return [part / self.period for part in self.parts]
+
     def identity(self) -> list[list[int]]:
         """What decides, beside the samples themselves, what is read at a place; for checkpoints."""
         return [[source.num_windows, part] for source, part in zip(self.sources, self.parts, strict=True)]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from llmq.data.batches.first_fit import count_packs, fewest_docs, repeated
+from llmq.data.batches.first_fit import count_packs, repeated
 from llmq.data.batches.mix_file import Source, read_sources
-from llmq.data.batches.packing import piece_lengths
+from llmq.data.batches.packing import sizes_in_rows, with_docs
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.batches.windows import Rows
@@ -24,9 +24,10 @@ from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.stream import START
-from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Work, tokenized
+from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
+from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenize import Say, cache_entry, cached, is_whole, settled
+from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.screen import StartTask, unshown
@@ -82,14 +83,14 @@ class NamedData:
         )
         found = [find_anything(one.name, options.eval_fraction, streaming=options.streaming) for one in sources]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
-        return replace(self, sources=tuple(sources), requests=tuple(map(settled, asked)))
+        return replace(self, sources=tuple(sources), requests=tuple(one.settled() for one in asked))
 
     def open(self, form: RowForm) -> tuple[list[Source] | StreamedRows | Estimated, list[str]]:
         """What is trained on, as token files by source unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
             return open_stream(request, form, self.note), self._evaluation_of(request)
-        if self.plan_only and not all(is_whole(cache_entry(request)) for request in self.requests):
+        if self.plan_only and not all(request.is_made for request in self.requests):
             return self._estimated(form), []
         sources, evaluation = [], list[str]()
         for source, request in zip(self.sources, self.requests, strict=True):
@@ -109,33 +110,32 @@ class NamedData:
 
     def _cached(self, request: Request) -> list[str]:
         """The names of a request's token files, as patterns."""
-        name, entry = ", ".join(request.found.asked), cache_entry(request)
-        say, task = (self.note, unshown) if is_whole(entry) else (self.say, self.task)
+        name, entry, is_made = request.found.name, request.entry, request.is_made
+        say, task = (self.note, unshown) if is_made else (self.say, self.task)
         about = f"tokenizing into {entry}\n{request.found.rule}"
         with task(f"Tokenizing {name}") as on_progress:
-            say(f"{name}: tokenized before, in {entry}" if is_whole(entry) else f"{name}: {about}")
+            say(f"{name}: tokenized before, in {entry}" if is_made else f"{name}: {about}")
             return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=say)]
 
     def _estimated(self, form: RowForm) -> Estimated:
         """What would be tokenized, said; and about how much it is."""
         for request in self.requests:
-            if not is_whole(cache_entry(request)):
-                name = ", ".join(request.found.asked)
-                self.note(f"{name}: would be tokenized into {cache_entry(request)}\n{request.found.rule}")
+            if not request.is_made:
+                self.note(f"{request.found.name}: would be tokenized into {request.entry}\n{request.found.rule}")
                 if encoder := request.encoder():
                     self.note(encoder.describe())
         counts, lengths = zip(*map(_about, self.requests), strict=True)
         tokens = sum(counts)
         self.note(f"about {tokens:,} tokens for training, by a sample of its beginning")
-        files = list(zip(map(cache_entry, self.requests), counts, strict=True))
-        pieces = piece_lengths(np.concatenate(lengths), form.longest) if form.kind != WINDOWS else np.empty(0)
-        if not len(pieces):
-            return Estimated(form.seq_len, tokens, max(tokens - 1, 0) // form.longest, files, form.num_virtual)
-        sizes = pieces + np.int32(form.num_virtual)
-        docs = form.docs or fewest_docs(repeated(sizes, form.seq_len), form.seq_len)
-        num_rows = count_packs(sizes, form.seq_len, docs) * tokens // int(pieces.sum())
-        limits = (docs, int(sizes.max())) if docs > 1 else None
-        return Estimated(form.seq_len, tokens, max(num_rows, 1), files, form.num_virtual, limits)
+        files = [(request.entry, count) for request, count in zip(self.requests, counts, strict=True)]
+        sizes = sizes_in_rows(np.concatenate(lengths), form) if form.kind != WINDOWS else np.empty(0)
+        if not len(sizes):
+            return Estimated(form, tokens, max(tokens - 1, 0) // form.room, files)
+        form = with_docs(form, repeated(sizes, form.seq_len))
+        assert form.docs is not None
+        real = int(sizes.sum()) - form.num_virtual * len(sizes)
+        num_rows = count_packs(sizes, form.seq_len, form.docs) * tokens // real
+        return Estimated(form, tokens, max(num_rows, 1), files, form.limits(int(sizes.max())))
 
 
 def open_named(
@@ -171,14 +171,12 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
     """About how many tokens there are for training, by the first batch; and the lengths (n,) of its documents."""
     train = request.found.train
     if isinstance(train, tuple):
-        work: Work[Any, TokenBatch] = TextWork(train, request.tokenizer)
         total = sum(document.num_bytes for document in train)
     elif isinstance(train, FileRows):
-        encoder = request.encoder()
-        assert encoder is not None
-        work, total = RowWork(train, encoder), train.about()
+        total = train.about()
     else:
         return request.found.limit or 0, np.empty(0, np.int64)
+    work: Work[Any, TokenBatch] = request.work(train, request.encoder())
     with closing(tokenized(work)) as batches:
         _, first = next(batches, (START, None))
     if first is None:
@@ -192,13 +190,20 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
 class Estimated:
     """Samples of data that is not tokenized yet, for a plan: how many there will be, about, and their documents."""
 
-    seq_len: int
+    form: RowForm
     num_tokens: int
     num_windows: int
     files: list[tuple[Path, int]]
-    num_virtual: int = 0
     limits: tuple[int, int] | None = None
     token_files: tuple[TokenFile, ...] = ()
+    end_token_ids: ClassVar[set[int]] = set()
+
+    def __post_init__(self) -> None:
+        self.seq_len, self.num_virtual = self.form.seq_len, self.form.num_virtual
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """None yet."""
+        return []
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Any."""

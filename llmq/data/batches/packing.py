@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from llmq.data.batches.first_fit import fewest_docs, pack
-from llmq.data.batches.windows import FileSamples, Rows, aim, all_problems, empty_rows, noted
+from llmq.data.batches.row_layout import RowForm
+from llmq.data.batches.windows import FileSamples, Rows, aim, empty_rows
+from llmq.data.rows.records import all_problems, noted
 from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError
 
 READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
 
@@ -54,32 +56,17 @@ class Packs(FileSamples):
     With one document to a row this is plain padding, and rows have no borders.
     """
 
-    def __init__(
-        self,
-        files: Sequence[TokenFile],
-        seq_len: int,
-        vocab_size: int,
-        seed: int,
-        max_docs: int | None = None,
-        num_virtual: int = 0,
-    ) -> None:
-        """`max_docs` to a row; None is as few as fill the rows nearly as well as any number (`fewest_docs`).
-
-        Raises DataError if a file does not say where its documents end, or for a foreign id (see FileSamples), and
-        UsageError for a `seq_len` of 1.
-        """
-        refuse_single_tokens(seq_len)
-        super().__init__(files, seq_len, vocab_size, num_virtual)
+    def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
+        """Raises DataError if a file does not say where its documents end, or for a foreign id (see FileSamples)."""
         documents = document_lengths(files)
-        sizes = piece_lengths(documents, seq_len - num_virtual) + np.int32(num_virtual)
-        self.docs_per_row = max_docs or fewest_docs(sizes, seq_len)
-        self.index = pack_documents(documents, seq_len, self.docs_per_row, seed, num_virtual)
+        super().__init__(files, with_docs(form, sizes_in_rows(documents, form)))
+        self.index = pack_documents(documents, self.form)
         self.num_windows = self.index.num_packs
 
     @cached_property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and tokens of the longest; None where there is one to a row, and no borders."""
-        return (self.docs_per_row, self.longest) if self.docs_per_row > 1 else None
+        return self.form.limits(self.longest)
 
     @cached_property
     def longest(self) -> int:
@@ -107,7 +94,7 @@ class Packs(FileSamples):
 
     def read(self, samples: np.ndarray) -> Rows:
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
-        rows = empty_rows(len(samples), self.seq_len, self.docs_per_row)
+        rows = empty_rows(len(samples), self.seq_len, self.form.docs)
         for row, sample in enumerate(np.asarray(samples).tolist()):
             lay(rows, row, itertools.starmap(self._document, self.index.spans(sample)), self.num_virtual)
         return rows if self.limits else rows._replace(borders=None)
@@ -118,21 +105,26 @@ class Packs(FileSamples):
         return self.part(number, start - before, stop - before)
 
 
-def refuse_single_tokens(seq_len: int) -> None:
-    """UsageError for rows of one token."""
-    if seq_len == 1:
-        raise UsageError("--seq-len 1: a document of one token has no target: use 2 or more, or --packing=windows")
+def with_docs(form: RowForm, sizes: np.ndarray) -> RowForm:
+    """A form with the documents of a row: where it leaves them open, as few as fill rows nearly as well as any number
+    would (`fewest_docs`) with documents that take these `sizes` (n,) of them."""
+    return replace(form, max_docs=form.docs or fewest_docs(sizes, form.seq_len))
 
 
-def pack_documents(documents: np.ndarray, seq_len: int, max_docs: int, seed: int, num_virtual: int = 0) -> PackIndex:
+def sizes_in_rows(documents: np.ndarray, form: RowForm) -> np.ndarray:
+    """What each piece (n,) int32 of documents of these lengths takes of a row, virtual tokens included."""
+    return piece_lengths(documents, form.room) + np.int32(form.num_virtual)
+
+
+def pack_documents(documents: np.ndarray, form: RowForm) -> PackIndex:
     """Which pieces lie in which pack, of documents of these lengths (n,) int64 that follow each other without a gap."""
-    longest = seq_len - num_virtual
-    pieces = piece_lengths(documents, longest)
-    numbers, num_packs = pack(pieces + np.int32(num_virtual), seq_len, max_docs, seed)
+    assert form.docs is not None
+    pieces = piece_lengths(documents, form.room)
+    numbers, num_packs = pack(pieces + np.int32(form.num_virtual), form.seq_len, form.docs, form.seed)
     order = np.argsort(numbers, kind="stable")
     ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
     # Each cut is a token that two pieces have.
-    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, longest))
+    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, form.room))
     starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
     return PackIndex(ends, starts[order], pieces[order])
 

@@ -47,15 +47,20 @@ class RowLayout:
 class RowForm:
     """What rows are made of documents: their layout's kind, their length, and for packed rows the most documents.
 
-    Each document begins with `num_virtual` positions that no token has: those of virtual tokens.
+    Each document begins with `num_virtual` positions that no token has: those of virtual tokens. UsageError for packed
+    or padded rows of one token.
     """
 
-    kind: str
     seq_len: int
     vocab_size: int
-    seed: int
+    kind: str = WINDOWS
+    seed: int = 0  # decides which documents share a row
     max_docs: int | None = None  # None: as few as fill the rows
     num_virtual: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seq_len == 1 and self.kind != WINDOWS:
+            raise UsageError("--seq-len 1: a document of one token has no target: use 2 or more, or --packing=windows")
 
     @property
     def docs(self) -> int | None:
@@ -63,9 +68,14 @@ class RowForm:
         return 1 if self.kind == PADDED else self.max_docs
 
     @property
-    def longest(self) -> int:
+    def room(self) -> int:
         """Most tokens of a document in a row."""
         return self.seq_len - self.num_virtual
+
+    def limits(self, longest: int | None = None) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document, which are at most `longest`; None for rows without
+        borders."""
+        return (self.docs, longest or self.seq_len) if self.docs is not None and self.docs > 1 else None
 
 
 def choose_row_layout(

@@ -12,26 +12,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.first_fit import fewest_docs, repeated
-from llmq.data.batches.packing import lay, pack_documents, piece_lengths
+from llmq.data.batches.first_fit import repeated
+from llmq.data.batches.packing import lay, pack_documents, sizes_in_rows, with_docs
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.windows import Rows, aim, empty_rows
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder, Encoded, Encoder
+from llmq.data.chat.encode import ChatEncoder
 from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.records import BadRow, BadRows
+from llmq.data.rows.records import BadRows
 from llmq.data.rows.request import Request
-from llmq.data.stream import START, Position
-from llmq.data.tokens.pipeline import RowBatch, concatenated, encoded, row_batches, tokenized
+from llmq.data.stream import START, Position, Stream
+from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say
@@ -44,49 +44,49 @@ GROUP_ROWS = 16  # at least
 ROWS_AT_ONCE = 64  # tokenized together: few, so that training begins soon
 
 
-class StreamedDocument(NamedTuple):
-    """What became of one row, and where that is: row `row` of shard `shard`, row `overall` of all, from 0."""
-
-    shard: int
-    row: int
-    overall: int
-    ids: np.ndarray  # (n,) int; each document with its end token
-    trained: np.ndarray | None  # (n,) bool, as targets; None: all
-    lengths: tuple[int, ...] | None = None  # of the documents, where it is several
-
-
 @dataclass(frozen=True, eq=False)
 class StreamedRows:
-    """Documents as rows of `seq_len` tokens, without end: after the last document comes the first again.
+    """Documents as rows of a form, without end: after the last document comes the first again.
 
-    `open_at(begun, shard, row, overall)` yields the documents from that row of that shard on, which is row `overall` of
-    all, up to the last of the last shard, the same each time; `key` names what these depend on, beside `begun` (seconds
-    since 1970).
+    `documents(begun)` is a stream of what became of the rows of the data, the same each time; its positions are those
+    of FileRows, whose files are shards here. `key` names what it depends on, beside `begun` (seconds since 1970).
 
-    Rows are windows, in which documents follow each other without a border. With `max_docs` they are packed, whole and
-    apart as in Packs, a group of consecutive documents at a time; with 1, they are padded. A group ends with a row of
-    the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
+    Rows are windows, in which documents follow each other without a border, or they are packed, whole and apart as in
+    Packs, a group of consecutive documents at a time; with one document to a row, they are padded. A group ends with a
+    row of the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
     """
 
-    open_at: Callable[[int, int, int, int], Iterator[StreamedDocument]]
-    seq_len: int
-    vocab_size: int
+    documents: Callable[[int], Stream[RowTokens]]
+    form: RowForm
     name: str
     key: str = ""
-    end_token_ids: tuple[int, ...] = ()
-    chat_template: TemplateNote | None = None
-    max_docs: int | None = None
-    seed: int = 0
-    num_virtual: int = 0
+    ends: frozenset[int] = frozenset()  # the tokens that end documents and trained turns, as far as known
+    template: TemplateNote | None = None
     num_windows: ClassVar[None] = None  # not known ahead
     num_tokens: ClassVar[int] = 0  # that are there at the start
     token_files: ClassVar[tuple[TokenFile, ...]] = ()
     files: ClassVar[list[tuple[Path, int]]] = []
 
     @property
+    def seq_len(self) -> int:
+        return self.form.seq_len
+
+    @property
+    def num_virtual(self) -> int:
+        return self.form.num_virtual
+
+    @property
     def limits(self) -> tuple[int, int] | None:
         """Most documents of a row, and tokens of the longest; None where rows have no borders."""
-        return (self.max_docs, self.seq_len) if self.max_docs is not None and self.max_docs > 1 else None
+        return self.form.limits()
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        return set(self.ends)
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """The chat template that renders it, if there is one."""
+        return [] if self.template is None else [(self.template, 1.0)]
 
     def read(self, position: Position = START) -> Iterator[tuple[Place, Rows]]:
         """Row after row (1,T), each with the position after it.
@@ -95,10 +95,10 @@ class StreamedRows:
         place were taken. DataError for an id outside the vocabulary, or if a whole pass has no tokens.
         """
         at = dict(position) if position else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
-        return self._windows(at) if self.max_docs is None else self._packs(at, self.max_docs)
+        return self._windows(at) if self.form.kind == WINDOWS else self._packs(at)
 
     def _windows(self, at: Place) -> Iterator[tuple[Place, Rows]]:
-        pieces, waiting, count, size = self._pieces(at), deque[_Piece](), 0, self.seq_len - self.num_virtual
+        pieces, waiting, count, size = self._pieces(at), deque[_Piece](), 0, self.form.room
         while True:
             while count <= size:
                 waiting.append(next(pieces))
@@ -115,17 +115,16 @@ class StreamedRows:
             aim(row.targets[0, self.num_virtual :], ids, trained[1:])
             yield waiting[0].place, row
 
-    def _packs(self, at: Place, max_docs: int) -> Iterator[tuple[Place, Rows]]:
+    def _packs(self, at: Place) -> Iterator[tuple[Place, Rows]]:
         taken = at.get("packs", 0)
         for group, following in self._groups(at):
             place = group[0].place
             ids, trained = (np.concatenate(parts) for parts in zip(*((p.ids, p.trained) for p in group), strict=True))
-            documents = [length for piece in group for length in piece.lengths or (len(piece.ids),)]
-            seed = mixed(self.seed, place["epoch"], place["overall"])
-            lengths = np.array(documents, np.int64)
-            index = pack_documents(lengths, self.seq_len, max_docs, seed, self.num_virtual)
+            lengths = np.array([length for piece in group for length in piece.lengths], np.int64)
+            seed = mixed(self.form.seed, place["epoch"], place["overall"])
+            index = pack_documents(lengths, replace(self.form, seed=seed))
             for number in range(taken, index.num_packs):
-                row = empty_rows(1, self.seq_len, max_docs)
+                row = empty_rows(1, self.seq_len, self.form.docs)
                 spans = ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number))
                 lay(row, 0, spans, self.num_virtual)
                 is_last = number + 1 == index.num_packs
@@ -146,27 +145,27 @@ class StreamedRows:
 
     def _pieces(self, at: Place) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
-        begun, epoch, skipped = at["begun"], at["epoch"], at["token"]
-        documents = self.open_at(begun, at["shard"], at["row"], at["overall"])
+        documents, epoch, skipped = self.documents(at["begun"]), at["epoch"], at["token"]
+        start: Position = (at["shard"], at["row"], at["overall"])
         empty = False
         while True:
-            for shard, row, overall, found, mask, lengths in documents:
-                ids = np.asarray(found)
-                if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            for (shard, after, after_all), row in documents.read(start):
+                ids = row.ids
+                if ids.size and not 0 <= ids.min() <= ids.max() < self.form.vocab_size:
                     raise DataError(
-                        f"{self.name}, shard {shard}, row {row + 1}: an id is outside the vocabulary "
-                        f"(0 to {self.vocab_size - 1}): tokenize the text with the model's own tokenizer"
+                        f"{self.name}, shard {shard}, row {after}: an id is outside the vocabulary "
+                        f"(0 to {self.form.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
-                trained = np.ones(ids.size, bool) if mask is None else np.asarray(mask, bool)
-                place = {"begun": begun, **dict(zip(PLACE, (epoch, shard, row, overall, 0), strict=True))}
-                piece = _Piece(place, ids.astype(np.int32), trained, lengths).after(skipped)
+                trained = np.ones(ids.size, bool) if row.trained is None else row.trained
+                place = dict(zip(PLACE, (epoch, shard, after - 1, after_all - 1, 0), strict=True))
+                piece = _Piece({"begun": at["begun"], **place}, ids, trained, row.lengths).after(skipped)
                 skipped = 0
                 if piece.ids.size:
                     empty = False
                     yield piece
             if empty:
                 raise DataError(f"{self.name} has no tokens: check where it comes from")
-            epoch, empty, documents = epoch + 1, True, self.open_at(begun, 0, 0, 0)
+            epoch, empty, start = epoch + 1, True, START
 
 
 class _Piece(NamedTuple):
@@ -175,7 +174,7 @@ class _Piece(NamedTuple):
     place: Place
     ids: np.ndarray
     trained: np.ndarray
-    lengths: tuple[int, ...] | None  # of the whole row's documents
+    lengths: tuple[int, ...]  # of the whole row's documents
 
     def after(self, count: int) -> _Piece:
         place = {**self.place, "token": self.place["token"] + count}
@@ -186,10 +185,10 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
     """The rows of a request as an endless stream of rows of this form.
 
     Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
-    Without `max_docs`, packed rows have as many as fill rows with documents such as the first ones. UsageError for text
-    files, mixtures and drawn rows.
+    Packed rows that leave it open have as many documents as fill rows with documents such as the first ones. UsageError
+    for text files, mixtures and drawn rows.
     """
-    rows, name = request.found.train, ", ".join(request.found.asked)
+    rows, name = request.found.train, request.found.name
     if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
         raise UsageError(
             f"--streaming reads files of rows one after the other, which {name} is not: leave it out, or name the "
@@ -207,62 +206,42 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
             for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
                 say(f"{name}, {when}: {note}")
 
-    def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
-        encoder = request.encoder(datetime.fromtimestamp(begun))
-        assert encoder is not None
-        left_out, counts = BadRows(request.skip_bad_rows), Counts()
-        with closing(tokenized(_StreamWork(rows, encoder), (shard, row, overall))) as batches:
-            for _, (documents, bad, counted) in batches:
-                for one in bad:
-                    left_out.add(one)
-                counts.add(counted)
-                if counts.overlong:
-                    report("so far", counts, left_out.count)
-                yield from documents
-        report("to the end of its rows", counts, left_out.count)
+    def documents(begun: int) -> Stream[RowTokens]:
+        return _Tokenized(request, rows, begun, report)
 
-    return StreamedRows(
-        open_at,
-        form.seq_len,
-        form.vocab_size,
-        name,
-        request.key,
-        first.end_token_ids,
-        template_note(first.templates) if isinstance(first, ChatEncoder) else None,
-        None if form.kind == WINDOWS else form.docs or _docs_per_row(request, form),
-        form.seed,
-        form.num_virtual,
-    )
+    if form.kind != WINDOWS and form.docs is None:
+        form = _with_docs(request, form)
+    template = template_note(first.templates) if isinstance(first, ChatEncoder) else None
+    return StreamedRows(documents, form, name, request.key, frozenset(first.end_token_ids), template)
 
 
-def _docs_per_row(request: Request, form: RowForm) -> int:
-    """Most documents of a row, by the first rows; the same on every day, as a run resumes with no other number."""
+def _with_docs(request: Request, form: RowForm) -> RowForm:
+    """The form with the documents of a row by the first rows; the same on every day, as a run resumes with no other."""
     encoder = request.encoder(datetime.fromtimestamp(0))
     assert encoder is not None
     documents = np.array([len(document.ids) for document in encoder.encode(request.first_rows, [])], np.int64)
-    sizes = piece_lengths(documents, form.longest) + np.int32(form.num_virtual)
-    return fewest_docs(repeated(sizes, form.seq_len), form.seq_len)
+    return with_docs(form, repeated(sizes_in_rows(documents, form), form.seq_len))
 
 
 @dataclass(frozen=True, eq=False)
-class _StreamWork:
-    """Rows as documents that know their place."""
+class _Tokenized:
+    """What becomes of a request's rows, as a stream; templates see the time `begun`."""
 
+    request: Request
     rows: FileRows
-    encoder: Encoder
+    begun: int  # seconds since 1970
+    report: Callable[[str, Counts, int], None]
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, RowBatch]]:
-        return row_batches(self.rows, position, ROWS_AT_ONCE)
-
-    def encode(self, batch: RowBatch) -> tuple[list[StreamedDocument], list[BadRow], Counts]:
-        """What became of each row that can be used, the other rows, and counts."""
-        found, bad, counts = encoded(self.encoder, batch)
-        parts: dict[str, list[Encoded]] = {}
-        for document in found:
-            parts.setdefault(document.place, []).append(document)
-        documents = []
-        for (shard, after, after_all), row in batch:
-            if mine := parts.get(row.place):
-                lengths = tuple(len(part.ids) for part in mine)
-                documents.append(StreamedDocument(shard, after - 1, after_all - 1, *concatenated(mine), lengths))
-        return documents, bad, counts
+    def read(self, position: Position = START) -> Iterator[tuple[Position, RowTokens]]:
+        encoder = self.request.encoder(datetime.fromtimestamp(self.begun))
+        assert encoder is not None
+        left_out, counts = BadRows(self.request.skip_bad_rows), Counts()
+        with closing(tokenized(RowWork(self.rows, encoder, ROWS_AT_ONCE), position)) as batches:
+            for _, batch in batches:
+                for one in batch.bad:
+                    left_out.add(one)
+                counts.add(batch.counts)
+                if counts.overlong:
+                    self.report("so far", counts, left_out.count)
+                yield from batch.by_row()
+        self.report("to the end of its rows", counts, left_out.count)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmq.data.batches.mixture import Mixture
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import Samples
 from llmq.data.chat.template import OWN, open_templates, template_note
-from llmq.data.tokens.sidecar import Sidecar, TemplateNote
+from llmq.data.tokens.sidecar import TemplateNote
 from llmq.errors import DataError
 
 
@@ -31,7 +29,7 @@ def exported_templates(train: Samples | StreamedRows, tokenizer_folder: Path | N
     Of several, those with the largest share of the trained data win, with a notice that names all.
     """
     found: dict[tuple[str, str], tuple[float, TemplateNote]] = {}
-    for note, share in _trained(train):
+    for note, share in train.templates():
         before, first = found.get(key := (note.default, note.tool_use or ""), (0.0, note))
         found[key] = (before + share, first)
     if not found or tokenizer_folder is None:
@@ -58,19 +56,3 @@ def _own(tokenizer_folder: Path) -> TemplateNote | None:
         return template_note(open_templates(tokenizer_folder, OWN))
     except DataError:
         return None
-
-
-def _trained(train: Samples | StreamedRows) -> Iterator[tuple[TemplateNote, float]]:
-    """The templates of each file, with the part of the trained tokens that is from it."""
-    if isinstance(train, StreamedRows):
-        if train.chat_template is not None:
-            yield train.chat_template, 1.0
-        return
-    sources: list[tuple[Samples, float]] = [(train, 1.0)]
-    if isinstance(train, Mixture):
-        sources = [(one, part / train.period) for one, part in zip(train.sources, train.parts, strict=True)]
-    for samples, share in sources:
-        for file in samples.token_files:
-            sidecar = Sidecar.read(file.path, file.num_tokens)
-            if sidecar is not None and sidecar.chat_template is not None:
-                yield sidecar.chat_template, share * file.num_tokens / samples.num_tokens

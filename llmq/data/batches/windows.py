@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.row_layout import RowForm
 from llmq.data.rows.find_sources import matched
-from llmq.data.tokens.sidecar import SUFFIX, Sidecar, same_ids, tokenizer_hash
+from llmq.data.rows.records import all_problems, noted
+from llmq.data.tokens.sidecar import SUFFIX, Sidecar, TemplateNote, same_ids, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
-from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
 CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
@@ -62,12 +62,9 @@ class Samples(Protocol):
     """What a loader reads: samples that are numbered from 0, of any kind."""
 
     seq_len: int
+    num_virtual: int  # virtual tokens before each document, which `seq_len` counts
     num_tokens: int
     token_files: tuple[TokenFile, ...]
-
-    @property
-    def num_virtual(self) -> int:
-        """Virtual tokens before each document, which `seq_len` counts."""
 
     @property
     def limits(self) -> tuple[int, int] | None:
@@ -80,6 +77,13 @@ class Samples(Protocol):
     @property
     def files(self) -> list[tuple[Path, int]]:
         """Path and number of tokens of each file."""
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """The tokens that end documents and trained turns, as far as that is known."""
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """The chat templates that rendered the data, each with its part of the trained tokens."""
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Which sample (n,) int64 stands at each of `places` (n,) of the endless sequence of `seed`."""
@@ -107,31 +111,61 @@ class SampleGroup:
         found = [source.limits or (1, self.seq_len) for source in self.sources]
         return max(docs for docs, _ in found), max(longest for _, longest in found)
 
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Those of all sources."""
+        return set().union(*(source.end_token_ids for source in self.sources))
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """Those of each source, with their part of the tokens of all."""
+        parts = self.parts_of_tokens()
+        return [
+            (note, share * part)
+            for source, part in zip(self.sources, parts, strict=True)
+            for note, share in source.templates()
+        ]
+
+    def parts_of_tokens(self) -> list[float]:
+        """Which part of the trained tokens each source has."""
+        return [source.num_tokens / max(self.num_tokens, 1) for source in self.sources]
+
 
 class FileSamples:
     """The tokens of several files one after the other, which samples are cut from."""
 
-    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int, num_virtual: int = 0) -> None:
-        """DataError if an id is found that is not below `vocab_size`; see CHECKED_WHOLE."""
-        self.token_files, self.seq_len, self.vocab_size = tuple(files), seq_len, vocab_size
-        self.num_virtual = num_virtual
+    num_windows: int
+
+    def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
+        """DataError if an id is found that is not of the form's vocabulary; see CHECKED_WHOLE."""
+        self.token_files, self.form = tuple(files), form
+        self.seq_len, self.num_virtual = form.seq_len, form.num_virtual
         self.file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         self.num_tokens = int(self.file_starts[-1])
         with all_problems() as problems:
             for file in files:
                 with noted(problems):
                     if file.num_tokens <= CHECKED_WHOLE:
-                        file.check_ids(vocab_size)
+                        file.check_ids(form.vocab_size)
                     else:
-                        file.check_ids(vocab_size, 0, CHECKED_ENDS)
-                        file.check_ids(vocab_size, file.num_tokens - CHECKED_ENDS)
-
-    num_windows: int
+                        file.check_ids(form.vocab_size, 0, CHECKED_ENDS)
+                        file.check_ids(form.vocab_size, file.num_tokens - CHECKED_ENDS)
 
     @property
     def files(self) -> list[tuple[Path, int]]:
         """Path and number of tokens of each file."""
         return [(file.path, file.num_tokens) for file in self.token_files]
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Those that the files' sidecars name."""
+        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.ends()}
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """Those that the files' sidecars have."""
+        found = [
+            (sidecar.chat_template, file.num_tokens / self.num_tokens) for file, sidecar in sidecars(self.token_files)
+        ]
+        return [(note, share) for note, share in found if note is not None]
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Which sample stands at each of `places`: place s has sample s % N of epoch s // N's permutation."""
@@ -140,8 +174,13 @@ class FileSamples:
     def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""
         file = self.token_files[number]
-        file.check_ids(self.vocab_size, start, stop)
+        file.check_ids(self.form.vocab_size, start, stop)
         return file.tokens[start:stop], file.mask_bits is None or file.trained(start + 1, stop)
+
+
+def sidecars(files: Sequence[TokenFile]) -> list[tuple[TokenFile, Sidecar]]:
+    """The files that have sidecars, with these."""
+    return [(file, found) for file in files if (found := Sidecar.read(file.path, file.num_tokens)) is not None]
 
 
 class Windows(FileSamples):
@@ -154,17 +193,9 @@ class Windows(FileSamples):
 
     limits = None  # documents run on from one window into the next, and are not told apart
 
-    def __init__(
-        self,
-        files: Sequence[TokenFile],
-        seq_len: int,
-        vocab_size: int,
-        *,
-        with_tails: bool = False,
-        num_virtual: int = 0,
-    ) -> None:
-        super().__init__(files, seq_len, vocab_size, num_virtual)
-        self._size = seq_len - num_virtual
+    def __init__(self, files: Sequence[TokenFile], form: RowForm, *, with_tails: bool = False) -> None:
+        super().__init__(files, form)
+        self._size = form.room
         room = self._size - 1 if with_tails else 0  # a window may lack so many tokens
         self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // self._size)
         self.num_windows = int(self._ends[-1]) if files else 0
@@ -228,21 +259,3 @@ def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None)
                     f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text "
                     f"with --tokenizer {model}, or train another model"
                 )
-
-
-@contextmanager
-def all_problems() -> Iterator[list[str]]:
-    """A list of problems, which are raised as one DataError at the end."""
-    problems: list[str] = []
-    yield problems
-    if problems:
-        raise DataError("\n".join(problems))
-
-
-@contextmanager
-def noted(problems: list[str]) -> Iterator[None]:
-    """Adds a DataError to `problems`, so that what follows is looked at too."""
-    try:
-        yield
-    except DataError as error:
-        problems.append(str(error))

@@ -15,6 +15,7 @@ from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import datasets
 from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
+from llmq.data.rows.records import all_problems
 from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
 from llmq.data.tokens.cache import content_hash
 from llmq.data.tokens.text import Document, open_documents, split
@@ -24,18 +25,6 @@ EVAL_FRACTION = 0.1  # where the data has no part for evaluation
 TEXT_SUFFIX = ".txt"  # what is text in a folder; a file that is named may be called anything
 
 Documents = tuple[Document, ...]
-
-
-@dataclass(frozen=True)
-class Held:
-    """The part that is held out for evaluation: as asked, or by default where the data has none of its own."""
-
-    asked: float | None
-    default: float
-
-    @property
-    def fraction(self) -> float:
-        return self.default if self.asked is None else self.asked
 
 
 @dataclass(frozen=True)
@@ -53,6 +42,11 @@ class Found:
     limit: int | None = None
     numbered: bool = False
     may_lack_evaluation: bool = False  # a part for it was not asked for, and a small set need not have one
+
+    @property
+    def name(self) -> str:
+        """What was asked for, for messages."""
+        return ", ".join(self.asked)
 
     @property
     def is_rows(self) -> bool:
@@ -116,15 +110,13 @@ def find(
     That part is `eval_fraction` of the training data; without one, the set's own (its validation split, or llm.q's
     rule), else EVAL_FRACTION. Raises UsageError and DataError.
     """
-    # Of a stream it is not known ahead which rows will come, so none of them are kept.
-    held = Held(eval_fraction, 0.0 if streaming else EVAL_FRACTION)
     if dataset is None:
-        return _local(inputs, held)
+        return _local(inputs, eval_fraction, streaming)
     if dataset == datasets.TINY:
-        return replace(_texts([datasets.tiny_shakespeare()], held), title=dataset, asked=(dataset,))
+        return replace(_texts([datasets.tiny_shakespeare()], eval_fraction), title=dataset, asked=(dataset,))
     if dataset in datasets.NAMED:
         return _named(dataset, eval_fraction, streaming)
-    return _hub(dataset, held, streaming)
+    return _hub(dataset, eval_fraction, streaming)
 
 
 def matched(patterns: Iterable[str], problems: list[str], skip: str | None = None) -> list[Path]:
@@ -148,30 +140,29 @@ def matched(patterns: Iterable[str], problems: list[str], skip: str | None = Non
     return list(found)
 
 
-def _local(inputs: Sequence[str], held: Held) -> Found:
+def _local(inputs: Sequence[str], eval_fraction: float | None, streaming: bool) -> Found:
     """Files of rows or text; those of one folder by the split that their names give, as on the Hub."""
-    problems: list[str] = []
     paths = [Path(text).expanduser() for text in inputs]
     folders = [path for path in paths if path.is_dir()]
-    named = matched([str(path) for path in paths if path not in folders], problems)
-    if problems:
-        raise DataError("\n".join(problems))
+    with all_problems() as problems:
+        named = matched([str(path) for path in paths if path not in folders], problems)
     files = [*(file for folder in folders for file in _data_files(folder)), *named]
     folder = folders[0] if len(folders) == 1 and not named else None
     title = files[0].stem.split(".")[0]
     if folder or len(files) > 1:
         title = (folder or files[0].parent).resolve().name or "data"
     if _one_kind(files) == "text":
-        found = _texts(files, held)
+        found = _texts(files, eval_fraction)
     elif folder is None:
-        found = _split_rows(_file_rows(files), None, held)
+        found = _split_rows(_file_rows(files), None, eval_fraction, streaming)
     else:
         splits = by_split([str(path.relative_to(folder)) for path in files])
         if "train" not in splits and len(splits) > 1:
             raise DataError(f"{folder} has the splits {', '.join(splits)}, but no train: name the files")
         rows = {name: _file_rows([folder / path for path in names]) for name, names in splits.items()}
         train = rows["train"] if "train" in rows else next(iter(rows.values()))
-        found = _split_rows(train, rows.get("validation") if "train" in rows else None, held)
+        own = rows.get("validation") if "train" in rows else None
+        found = _split_rows(train, own, eval_fraction, streaming)
     return replace(found, title=title, asked=tuple(inputs))
 
 
@@ -202,7 +193,7 @@ def _one_kind(paths: Sequence[Path]) -> str:
     return next(iter(kinds))
 
 
-def _texts(paths: Sequence[Path], held: Held) -> Found:
+def _texts(paths: Sequence[Path], eval_fraction: float | None) -> Found:
     if packed := [str(path) for path in paths if path.suffix.lower() in COMPRESSIONS]:
         raise DataError(
             f"{packed[0]}: text files are read as they are: decompress it, or make it .jsonl{packed[0][-3:]}"
@@ -210,7 +201,7 @@ def _texts(paths: Sequence[Path], held: Held) -> Found:
     documents = [document for document in map(_without_mark, open_documents(paths)) if document.num_bytes]
     if not documents:
         raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
-    train, kept, rule = split(documents, held.fraction)
+    train, kept, rule = split(documents, EVAL_FRACTION if eval_fraction is None else eval_fraction)
     rule = f"one file is one document (UTF-8, as it is; empty files are left out); {rule}"
     return Found("text", (), tuple(train), tuple(kept) or None, rule)
 
@@ -222,23 +213,23 @@ def _without_mark(document: Document) -> Document:
 
 
 def _file_rows(paths: Sequence[Path]) -> FileRows:
-    files = [file for path in paths if (file := RowFile.of(path))]
-    problems = [f"{path}: no such file" for path in paths if not path.is_file()]
-    if problems:
-        raise DataError("\n".join(problems))
-    return FileRows(tuple(files))
+    with all_problems() as problems:
+        problems += [f"{path}: no such file" for path in paths if not path.is_file()]
+    return FileRows(tuple(file for path in paths if (file := RowFile.of(path))))
 
 
-def _split_rows(train: FileRows, own: FileRows | None, held: Held) -> Found:
+def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | None, streaming: bool) -> Found:
     """The rows' part for evaluation: their own split, unless a fraction is asked for."""
-    if own is not None and held.asked is None:
+    if own is not None and eval_fraction is None:
         return Found("rows", (), train, own, "rows are documents; those of the validation split are for evaluation")
-    fraction = Fraction(str(held.fraction))
+    # Of a stream it is not known ahead which rows will come, so none of them are kept.
+    default = 0.0 if streaming else EVAL_FRACTION
+    fraction = Fraction(str(default if eval_fraction is None else eval_fraction))
     if not fraction:
         return Found("rows", (), train, None, "rows are documents; all of them are training data")
     rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
     ours, theirs = (replace(train, share=HeldShare(fraction, is_held)) for is_held in (False, True))
-    return Found("rows", (), ours, theirs, rule, may_lack_evaluation=held.asked is None)
+    return Found("rows", (), ours, theirs, rule, may_lack_evaluation=eval_fraction is None)
 
 
 def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
@@ -270,13 +261,13 @@ def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
     )
 
 
-def _hub(text: str, held: Held, streaming: bool) -> Found:
+def _hub(text: str, eval_fraction: float | None, streaming: bool) -> Found:
     spec = HubSpec.parse(text)
     opened = open_hub_set(spec, streaming=streaming)
     name, files = opened.files(spec.split)
     train = spec.sliced.of(files) if spec.sliced else FileRows(files)
     own = opened.splits.get("validation") if name == "train" else None
-    found = _split_rows(train, FileRows(tuple(own)) if own else None, held)
+    found = _split_rows(train, FileRows(tuple(own)) if own else None, eval_fraction, streaming)
     last = opened.repo.rsplit("/", 1)[-1]
     title = last if opened.config == "default" else f"{last}-{opened.config}"
     rule = f"{opened.repo} at {opened.commit[:12]}, config {opened.config}, split {name}: {found.rule}"

@@ -7,6 +7,8 @@ a whole (a truncated archive, a damaged parquet file) is a DataError, which noth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +46,21 @@ class BadRows:
         if self.count > self.allowed:
             before = f"; {self.allowed} before it left out" if self.allowed else ""
             raise DataError(f"{row}: fix the row, or leave out up to N such rows with --skip-bad-rows N{before}")
+
+
+@contextmanager
+def all_problems() -> Iterator[list[str]]:
+    """A list of problems, which are raised as one DataError at the end."""
+    problems: list[str] = []
+    yield problems
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Adds a DataError to `problems`, so that what follows is looked at too."""
+    try:
+        yield
+    except DataError as error:
+        problems.append(str(error))

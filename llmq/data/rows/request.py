@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 
+from llmq.cache_folder import cache_folder
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.template import chosen_templates
-from llmq.data.rows.find_sources import Found
+from llmq.data.rows.file_rows import RowSequence
+from llmq.data.rows.find_sources import Documents, Found
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.cache import content_hash, key_of
-from llmq.data.tokens.produce import PART_TOKENS
+from llmq.data.tokens.pipeline import RowWork, TextWork
+from llmq.data.tokens.produce import PART_TOKENS, is_whole
 from llmq.data.tokens.sidecar import copied_files
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -56,26 +61,46 @@ class Request:
             raise (
                 first[0]
                 if first and isinstance(first[0], BadRow)
-                else DataError(f"{', '.join(self.found.asked)} has no rows: give data with rows")
+                else DataError(f"{self.found.name} has no rows: give data with rows")
             )
         return good
 
-    def has_turns(self) -> bool:
-        """Whether the rows are not text, which has no turns: whether it matters how long they may be."""
-        return self.encode.format_of(self.first_rows).name != "text"
-
-    def records(self) -> Iterator[Record]:
-        """The good rows of the training data."""
-        assert not isinstance(self.found.train, tuple)
-        return (row for _, row in self.found.train.read() if isinstance(row, Record))
-
     def encoder(self, now: datetime | None = None) -> Encoder | None:
         """The encoder of rows, with the time `now` for templates (None: the clock's); None for text files."""
-        if isinstance(self.found.train, tuple):
-            if wrong := _only_for_rows(self.encode):
-                raise UsageError(f"{', '.join(wrong)}: for data in rows, but {', '.join(self.found.asked)} is text")
-            return None
-        return open_encoder(self.first_rows, self.tokenizer, self.encode, now)
+        if self.found.is_rows:
+            return open_encoder(self.first_rows, self.tokenizer, self.encode, now)
+        if wrong := _only_for_rows(self.encode):
+            raise UsageError(f"{', '.join(wrong)}: for data in rows, but {self.found.name} is text")
+        return None
+
+    def work(self, part: Documents | RowSequence, encoder: Encoder | None) -> TextWork | RowWork:
+        """How the training data or the part for evaluation becomes tokens."""
+        if isinstance(part, tuple):
+            return TextWork(part, self.tokenizer)
+        assert encoder is not None
+        return RowWork(part, encoder)
+
+    @property
+    def entry(self) -> Path:
+        """Where its token files are in the cache, or will be."""
+        title = re.sub(r"[^\w.-]+", "-", self.found.title)[:60]
+        return cache_folder("tokens") / f"{title}-{self.key}"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the cache has all the files that were made for it."""
+        return is_whole(self.entry)
+
+    def settled(self) -> Request:
+        """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for
+        all. An entry of the cache that is there decides it without a look at the rows."""
+        if self.encode.overlong != "turns" or self.encode.seq_len is None:
+            return self
+        whole = replace(self, encode=replace(self.encode, seq_len=None))
+        if not self.found.is_rows or whole.is_made:
+            return whole
+        # text has no turns, of which too many could be in a row
+        return self if self.is_made or self.encode.format_of(self.first_rows).name != "text" else whole
 
 
 def _only_for_rows(options: EncodeOptions) -> list[str]:

@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from llmq.data.chat.counts import Counts
-from llmq.data.chat.encode import Encoded, Encoder
+from llmq.data.chat.encode import Encoder
 from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.records import BadRow, Record, Row
 from llmq.data.stream import START, Position, ReadAhead, Stream
@@ -43,7 +45,25 @@ class TokenBatch:
     stops: np.ndarray  # (documents that end here,) int64: one after the last token of each, ascending
     num_bytes: int = 0  # of text, where it is text files
     counts: Counts = field(default_factory=Counts)  # of the encoder, where it is rows
-    bad: Sequence[BadRow] = field(default_factory=tuple)  # rows that are left out, in order
+    bad: Sequence[BadRow] = ()  # rows that are left out, in order
+    positions: Sequence[Position] = ()  # of rows: for each document, the position after the row that it is from
+
+    def by_row(self) -> Iterator[tuple[Position, RowTokens]]:
+        """What each row became, with the position after it."""
+        start = 0
+        for position, mine in groupby(zip(self.positions, self.stops.tolist(), strict=True), itemgetter(0)):
+            stops = [start, *(stop for _, stop in mine)]
+            lengths = tuple(stop - first for first, stop in pairwise(stops))
+            part, start = slice(start, stops[-1]), stops[-1]
+            yield position, RowTokens(self.ids[part], None if self.trained is None else self.trained[part], lengths)
+
+
+class RowTokens(NamedTuple):
+    """The tokens of a row, which became one document or several."""
+
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray | None  # (n,) bool; None: all
+    lengths: tuple[int, ...]  # of the documents
 
 
 class Work(Stream[B], Protocol[B, R_co]):
@@ -118,53 +138,40 @@ RowBatch = list[tuple[Position, Row]]  # rows, with the position after each
 
 @dataclass(frozen=True, eq=False)
 class RowWork:
-    """Rows, each a document (or several) as the encoder makes it."""
+    """Rows, each a document (or several) as the encoder makes it; `most` are tokenized together."""
 
     rows: RowSequence
     encoder: Encoder
+    most: int = BATCH_ROWS
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, RowBatch]]:
-        """Batches of about BATCH_CHARACTERS, and at most BATCH_ROWS rows."""
-        return row_batches(self.rows, position, BATCH_ROWS)
+        """Batches of about BATCH_CHARACTERS, and at most `most` rows."""
+        batch: RowBatch = []
+        characters = 0
+        for after, row in self.rows.read(position):
+            batch.append((after, row))
+            characters += _characters(row.value) if isinstance(row, Record) else 0
+            if characters >= BATCH_CHARACTERS or len(batch) == self.most:
+                yield after, batch
+                batch, characters = [], 0
+        if batch:
+            yield after, batch
 
     def encode(self, batch: RowBatch) -> TokenBatch:
-        """The ids of all rows that can be used, and what is wrong with the others."""
-        documents, bad, counts = encoded(self.encoder, batch)
-        stops = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
-        return TokenBatch(*concatenated(documents), stops, counts=counts, bad=bad)
-
-
-def row_batches(rows: RowSequence, position: Position, most: int) -> Iterator[tuple[Position, RowBatch]]:
-    """Batches of about BATCH_CHARACTERS, and at most `most` rows."""
-    batch: RowBatch = []
-    characters = 0
-    for after, row in rows.read(position):
-        batch.append((after, row))
-        characters += _characters(row.value) if isinstance(row, Record) else 0
-        if characters >= BATCH_CHARACTERS or len(batch) == most:
-            yield after, batch
-            batch, characters = [], 0
-    if batch:
-        yield after, batch
-
-
-def encoded(encoder: Encoder, batch: RowBatch) -> tuple[list[Encoded], list[BadRow], Counts]:
-    """The documents of the rows that can be used, the other rows, both in their order, and counts."""
-    bad = [row for _, row in batch if isinstance(row, BadRow)]
-    encoder = encoder.copied()
-    documents = encoder.encode([row for _, row in batch if isinstance(row, Record)], bad)
-    if len(bad) > 1:
+        """The ids of all rows that can be used, and what is wrong with the others, both in their order."""
+        bad = [row for _, row in batch if isinstance(row, BadRow)]
+        encoder = self.encoder.copied()
+        documents = encoder.encode([row for _, row in batch if isinstance(row, Record)], bad)
         order = {row.place: number for number, (_, row) in enumerate(batch)}
         bad.sort(key=lambda row: order[row.place])
-    return documents, bad, encoder.counts
-
-
-def concatenated(documents: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids (n,) int32 of all, and which of them are trained (n,) bool; None: all."""
-    ids = np.concatenate([document.ids for document in documents]) if documents else np.zeros(0, np.int32)
-    if all(document.trained is None for document in documents):
-        return ids, None
-    return ids, np.concatenate([np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents])
+        ids = np.concatenate([document.ids for document in documents]) if documents else np.zeros(0, np.int32)
+        trained = None
+        if any(document.trained is not None for document in documents):
+            masks = (np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents)
+            trained = np.concatenate(list(masks))
+        stops = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
+        positions = [batch[order[document.place]][0] for document in documents]
+        return TokenBatch(ids, trained, stops, counts=encoder.counts, bad=bad, positions=positions)
 
 
 def _characters(value: Any) -> int:

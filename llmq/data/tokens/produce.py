@@ -108,7 +108,7 @@ class Manifest(BaseModel):
         write_whole(folder / MANIFEST, self.model_dump_json(indent=1).encode())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Producer:
     """Makes the files of several streams in `folder`, one stream after the other, from where `manifest` says."""
 
@@ -118,27 +118,20 @@ class Producer:
     tokenizer_sha256: str
     skip_bad_rows: int
     on_progress: Callable[[Sequence[StreamProgress]], None]
+    writer: TokenWriter | None = None  # of the part that is being written
 
     def run(self, streams: Sequence[TokenStream]) -> list[StreamProgress]:
         """The finished streams."""
         done = self.manifest.streams
-        for number, stream in enumerate(streams):
+        for number, self.stream in enumerate(streams):
             if number == len(done):
                 done.append(StreamProgress())
-            if not done[number].finished:
-                bad = BadRows(self.skip_bad_rows, sum(progress.bad for progress in done))
-                _Filling(self, stream, done[number]).run(bad)
+            self.done = done[number]
+            if not self.done.finished:
+                self._fill(BadRows(self.skip_bad_rows, sum(progress.bad for progress in done)))
         return done
 
-
-class _Filling:
-    """One stream on its way into parts."""
-
-    def __init__(self, producer: Producer, stream: TokenStream, done: StreamProgress) -> None:
-        self.producer, self.stream, self.done = producer, stream, done
-        self.writer: TokenWriter | None = None
-
-    def run(self, bad: BadRows) -> None:
+    def _fill(self, bad: BadRows) -> None:
         """Tokenizes to the end of the stream or its limit."""
         done = self.done
         try:
@@ -151,16 +144,21 @@ class _Filling:
                     done.rows.add(tokens.counts)
                     done.num_bytes += tokens.num_bytes
                     done.bad += len(tokens.bad)
-                    self.producer.on_progress(self.producer.manifest.streams)
+                    self.on_progress(self.manifest.streams)
                     if not has_room:
                         break
             self._end_part()
         finally:
             if self.writer is not None:
                 self.writer.discard()
-        self._name_only_part()
+                self.writer = None
+        if not self.stream.numbered and len(done.parts) == 1 + (self.stream.first_name is not None):
+            # the only part that has a number needs none
+            numbered, done.parts[-1].name = done.parts[-1].name, f"{self.stream.name}.bin"
+            with storage(self.folder):
+                os.replace(self.folder / numbered, self.folder / done.parts[-1].name)
         done.finished = True
-        self.producer.manifest.write(self.producer.folder)
+        self.manifest.write(self.folder)
 
     def _append(self, tokens: TokenBatch) -> bool:
         """Writes a batch, in several parts where one is full; returns whether there is room for more."""
@@ -169,7 +167,7 @@ class _Filling:
             self._write(tokens, start, stop)
             self._end_part()
             start = self.done.skipped = stop
-            self.producer.manifest.write(self.producer.folder)
+            self.manifest.write(self.folder)
             if self.stream.limit is not None and self.done.num_tokens >= self.stream.limit:
                 return False
         self._write(tokens, start, len(tokens.ids))
@@ -190,13 +188,13 @@ class _Filling:
     def _write(self, tokens: TokenBatch, start: int, stop: int) -> None:
         if start == stop:
             return
-        producer, has_masks = self.producer, self.stream.has_masks
+        has_masks = self.stream.has_masks
         if self.writer is None:
             self.writer = TokenWriter(
-                producer.folder / self._name(),
-                vocab_size=producer.vocab_size,
+                self.folder / self._name(),
+                vocab_size=self.vocab_size,
                 has_masks=has_masks,
-                tokenizer_sha256=producer.tokenizer_sha256,
+                tokenizer_sha256=self.tokenizer_sha256,
             )
         assert has_masks or tokens.trained is None
         mask = None
@@ -209,29 +207,23 @@ class _Filling:
         if (writer := self.writer) is not None:
             writer.finish()
             self.writer = None
-            self.done.parts.append(
-                FinishedPart(
-                    name=self._name(),
-                    num_tokens=writer.num_tokens,
-                    num_documents=writer.num_documents,
-                    num_trained=writer.num_trained,
-                )
-            )
+            counts = {name: getattr(writer, name) for name in ("num_tokens", "num_documents", "num_trained")}
+            self.done.parts.append(FinishedPart(name=self._name(), **counts))
 
     def _name(self) -> str:
         """That of the part that is being written."""
         number = len(self.done.parts) - (self.stream.first_name is not None)
         return f"{self.stream.first_name}.bin" if number < 0 else f"{self.stream.name}-{number:03d}.bin"
 
-    def _name_only_part(self) -> None:
-        """Takes the number off the name of the last part, if it is the only one that has a number."""
-        if self.stream.numbered or len(self.done.parts) != 1 + (self.stream.first_name is not None):
-            return
-        part, folder = self.done.parts[-1], self.producer.folder
-        name = f"{self.stream.name}.bin"
-        with storage(folder):
-            os.replace(folder / part.name, folder / name)
-        part.name = name
+
+def is_whole(entry: Path) -> bool:
+    """Whether a folder of the cache is there with all the files that were made."""
+    manifest = Manifest.read(entry)
+    sizes = manifest.files if manifest is not None else {}
+    try:
+        return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
+    except OSError:
+        return False
 
 
 def require_trained(what: str, counts: Counts, bad: int = 0, advice: str = "") -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -44,11 +43,6 @@ class TokenFile:
     @property
     def num_documents(self) -> int:
         return self.header.num_documents
-
-    @property
-    def vocab_size(self) -> int | None:
-        """As the header says; None in version 1. Only in version 3 it is a bound on the ids."""
-        return self.header.vocab_size
 
     @property
     def tokenizer_sha256(self) -> str | None:
@@ -95,11 +89,11 @@ class TokenFile:
         return starts
 
     @classmethod
-    def open(cls, path: str | Path, *, vocab_size: int | None = None) -> TokenFile:
-        """Opens a file whose header and length are right, and with `vocab_size` one whose ids are all below it.
+    def open(cls, path: str | Path) -> TokenFile:
+        """Opens a file whose header and length are right.
 
         Raises DataError, naming everything that is wrong, if the file is absent, unreadable, of another format or
-        version, damaged, truncated or too long, or holds other ids. The check of the ids reads the whole file once.
+        version, damaged, truncated or too long.
         """
         path = Path(path)
         with reading(path, "check the path, or make it with tokenize-data"):
@@ -111,21 +105,7 @@ class TokenFile:
                 opened = cls(path, header, np.memmap(file, np.uint8, mode="r"), bytearray(header.num_blocks))
         if zlib.crc32(opened._table.data) != header.table_checksum:
             raise DataError(f"{path}: its table of checksums is damaged: copy or make the file again")
-        if vocab_size is not None:
-            opened.check_ids(vocab_size)
         return opened
-
-    def verify(self) -> None:
-        """Checks every checksum, the documents and, in version 3, that the ids are of the file's own vocabulary.
-
-        Reads the whole file once. Raises DataError. Versions 1 and 2 have nothing that could be checked.
-        """
-        if self.header.version < 3:
-            return
-        self._check_blocks(HEADER_BYTES, self.header.table_at)
-        self.document_starts  # noqa: B018 (it is checked when it is made)
-        assert self.vocab_size is not None
-        self.check_ids(self.vocab_size)
 
     def trained(self, start: int, stop: int) -> np.ndarray:
         """(stop - start,) bool: which of the tokens [start, stop) are trained as targets; DataError if damaged."""
@@ -175,12 +155,6 @@ class TokenFile:
                     "when they were written: copy or make the file again"
                 )
             self._checked[block] = 1
-
-    @classmethod
-    def write(cls, path: str | Path, tokens: np.ndarray, *, mask: np.ndarray | None = None, **about: Any) -> None:
-        """Writes `tokens` (n,) and, if given, `mask` (n,) bool as a whole file of one document; see TokenWriter."""
-        with TokenWriter(path, has_masks=mask is not None, **about) as writer:
-            writer.append(tokens, mask)
 
 
 class TokenWriter:

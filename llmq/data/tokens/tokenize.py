@@ -7,22 +7,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.cache_folder import cache_folder
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder, Encoded, EncodeOptions, Encoder
+from llmq.data.chat.encode import ChatEncoder, EncodeOptions, Encoder
+from llmq.data.chat.overlong import Encoded
 from llmq.data.chat.samples import show
 from llmq.data.chat.template import template_note
-from llmq.data.rows.file_rows import RowSequence
-from llmq.data.rows.find_sources import Documents, find
+from llmq.data.rows.find_sources import find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
 from llmq.data.tokens.cache import locked
-from llmq.data.tokens.pipeline import RowWork, TextWork
 from llmq.data.tokens.produce import (
     MANIFEST,
     FinishedPart,
@@ -50,10 +48,6 @@ TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
 OnEncoder = Callable[[Encoder, Iterable[Record]], None]
-
-
-def silent(text: str) -> None:
-    """Says nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def tokenize_data(
     encode: EncodeOptions | None = None,
     skip_bad_rows: int = 0,
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
-    say: Say = silent,
+    say: Say = lambda text: None,
     on_encoder: OnEncoder | None = None,
 ) -> list[Written]:
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
@@ -162,9 +156,10 @@ def make(
     if encoder is not None:
         say(encoder.describe())
         if on_encoder is not None:
-            on_encoder(encoder, request.records())
+            assert not isinstance(found.train, tuple)
+            on_encoder(encoder, (row for _, row in found.train.read() if isinstance(row, Record)))
     elif on_encoder is not None:
-        raise UsageError(f"--show is for data in rows, but {', '.join(found.asked)} is text: leave it out")
+        raise UsageError(f"--show is for data in rows, but {found.name} is text: leave it out")
     if resumed is not None:
         say("resuming where an earlier call for the same data was interrupted")
 
@@ -200,17 +195,10 @@ def _clear(work: Path) -> None:
 
 def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     found = request.found
-
-    def work(part: Documents | RowSequence) -> TextWork | RowWork:
-        if isinstance(part, tuple):
-            return TextWork(part, request.tokenizer)
-        assert encoder is not None
-        return RowWork(part, encoder)
-
     has_masks = encoder is not None and encoder.makes_masks
     train = TokenStream(
         "train",
-        work(found.train),
+        request.work(found.train, encoder),
         has_masks,
         first_name="eval" if found.eval_tokens else None,
         first=found.eval_tokens,
@@ -219,12 +207,12 @@ def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     )
     if found.evaluation is None:
         return [train]
-    return [train, TokenStream("eval", work(found.evaluation), has_masks, whole=True)]
+    return [train, TokenStream("eval", request.work(found.evaluation, encoder), has_masks, whole=True)]
 
 
 def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list[str]:
     """DataError for data that would train or evaluate nothing, of which nothing is kept; notes on the rows."""
-    name = ", ".join(request.found.asked)
+    name = request.found.name
     try:
         require_trained(f"{name}: the training data", made[0].counts, made[0].bad)
         for held in made[1:]:
@@ -302,30 +290,27 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     lost files is made again. How many bad rows are allowed is not in the name: DataError if more were left out when it
     was made.
     """
-    folder = cache_entry(request)
-    if is_whole(folder):
+    folder, found = request.entry, request.found
+    if request.is_made:
         manifest = Manifest.read(folder)
         for note in manifest.notes if manifest is not None else ():
             say(note)
     else:
         with locked(folder.with_name(folder.name + ".lock"), say):
-            if not is_whole(folder):  # else it was made meanwhile
+            if not request.is_made:  # else it was made meanwhile
                 _make_entry(request, folder, on_progress, say)
     files = _token_files(folder)
-    _require_allowed(request, files[0])
-    if request.found.evaluation is not None and not request.found.may_lack_evaluation:
-        _require_evaluation(request, files)
+    sidecar = Sidecar.read(files[0], TokenFile.open(files[0]).num_tokens)
+    if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
+        raise DataError(
+            f"{found.name}: {sidecar.bad_rows} bad rows were left out when it was tokenized: fix them, or allow for "
+            f"them with --skip-bad-rows {sidecar.bad_rows}"
+        )
+    # An entry that was made without a fraction asked for may have nothing to evaluate.
+    has_evaluation = any(file.name.startswith("eval") for file in files)
+    if found.evaluation is not None and not found.may_lack_evaluation and not has_evaluation:
+        require_trained(f"{found.name}: the evaluation data", Counts(), advice=NO_EVALUATION)
     return files
-
-
-def is_whole(entry: Path) -> bool:
-    """Whether a folder of the cache is there with all the files that were made."""
-    manifest = Manifest.read(entry)
-    sizes = manifest.files if manifest is not None else {}
-    try:
-        return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
-    except OSError:
-        return False
 
 
 def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
@@ -340,40 +325,6 @@ def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int 
     remove_leftovers(folder)
     with storage(folder):
         replace_folder(folder, work)
-
-
-def _require_evaluation(request: Request, files: Sequence[Path]) -> None:
-    """DataError where an entry that was made without a fraction asked for has nothing to evaluate."""
-    if not any(file.name.startswith("eval") for file in files):
-        require_trained(f"{', '.join(request.found.asked)}: the evaluation data", Counts(), advice=NO_EVALUATION)
-
-
-def _require_allowed(request: Request, file: Path) -> None:
-    sidecar = Sidecar.read(file, TokenFile.open(file).num_tokens)
-    if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
-        raise DataError(
-            f"{', '.join(request.found.asked)}: {sidecar.bad_rows} bad rows were left out when it was tokenized: fix "
-            f"them, or allow for them with --skip-bad-rows {sidecar.bad_rows}"
-        )
-
-
-def settled(request: Request) -> Request:
-    """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for all.
-
-    An entry of the cache that is there decides it without a look at the rows.
-    """
-    if request.encode.overlong != "turns" or request.encode.seq_len is None:
-        return request
-    whole = replace(request, encode=replace(request.encode, seq_len=None))
-    if isinstance(request.found.train, tuple) or is_whole(cache_entry(whole)):
-        return whole
-    return request if is_whole(cache_entry(request)) or request.has_turns() else whole
-
-
-def cache_entry(request: Request) -> Path:
-    """Where the token files of a request are, or will be."""
-    title = re.sub(r"[^\w.-]+", "-", request.found.title)[:60]
-    return cache_folder("tokens") / f"{title}-{request.key}"
 
 
 def _short(tokenizer: str) -> str:

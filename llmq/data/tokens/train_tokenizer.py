@@ -57,7 +57,7 @@ def trained_tokenizer(found: Found, vocab_size: int, folder: Path) -> Iterator[T
     Until they are copied they lie beside it, so that an interrupted call leaves the tokenizer of an earlier one alone.
     """
     if not isinstance(found.train, tuple):
-        raise UsageError(f"--train-tokenizer is for text, but {', '.join(found.asked)} is rows: give --model")
+        raise UsageError(f"--train-tokenizer is for text, but {found.name} is rows: give --model")
     fresh = temporary_name(folder)
     try:
         train_tokenizer(found.train, vocab_size, fresh)

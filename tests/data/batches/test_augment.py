@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import write_tokens
 
 from llmq.data.batches.augment import SPAN, open_augmentation
 from llmq.data.batches.loader import Loader, RankBatches, eval_batches
 from llmq.data.batches.packing import Packs
+from llmq.data.batches.row_layout import PACKED, RowForm
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
@@ -87,7 +89,7 @@ def test_padding_stays_after_the_documents(tmp_path: Path, max_docs: int) -> Non
         for number in range(200):
             writer.append(np.arange(100, 107 + number % 3))
             writer.end_document()
-    packs = Packs([TokenFile.open(tmp_path / "a.bin")], 32, V, 0, max_docs)
+    packs = Packs([TokenFile.open(tmp_path / "a.bin")], RowForm(32, V, PACKED, 0, max_docs))
     rows = packs.read(np.arange(packs.num_windows))
     augment = open_augmentation("span-shuffle=1", V, 0)
     assert augment is not None
@@ -149,8 +151,8 @@ def test_what_cannot_be_is_named_with_what_there_is(text: str, says: str) -> Non
 
 
 def test_it_is_in_training_and_never_in_evaluation(tmp_path: Path) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.arange(81) % 9, vocab_size=9)
-    windows = Windows([TokenFile.open(tmp_path / "a.bin")], 8, 9)
+    write_tokens(tmp_path / "a.bin", np.arange(81) % 9, vocab_size=9)
+    windows = Windows([TokenFile.open(tmp_path / "a.bin")], RowForm(8, 9))
     augment = open_augmentation("token-dropout=1", 9, 0)
     assert augment is not None
     with (

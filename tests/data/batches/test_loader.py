@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import write_tokens
 
 from llmq.data.batches.loader import PREFETCHED, Loader, RankBatches, eval_batches, open_data
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.row_layout import RowForm
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
@@ -44,8 +46,8 @@ def no_thread_is_left():
 def make_windows(folder: Path, num_windows: int) -> Windows:
     """Windows whose first token is the window's number."""
     tokens = np.repeat(np.arange(num_windows + 1), T)[: num_windows * T + 1]
-    TokenFile.write(folder / "a.bin", tokens, vocab_size=num_windows + 1)
-    return Windows([TokenFile.open(folder / "a.bin")], T, num_windows + 1)
+    write_tokens(folder / "a.bin", tokens, vocab_size=num_windows + 1)
+    return Windows([TokenFile.open(folder / "a.bin")], RowForm(T, num_windows + 1))
 
 
 def samples(loader: Loader, batches: int) -> list[int]:
@@ -162,8 +164,8 @@ def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
     """
     b, t = 32, 1024
     tokens = np.random.default_rng(0).integers(0, 50_000, 400 * t + 1)
-    TokenFile.write(tmp_path / "a.bin", tokens, vocab_size=50_257, mask=tokens % 3 > 0)
-    windows = Windows([TokenFile.open(tmp_path / "a.bin")], t, 50_257)
+    write_tokens(tmp_path / "a.bin", tokens, vocab_size=50_257, mask=tokens % 3 > 0)
+    windows = Windows([TokenFile.open(tmp_path / "a.bin")], RowForm(t, 50_257))
     batches = RankBatches(windows, b, 0).read()
     ours, walls, loops = [], [], []
     for _ in range(15):
@@ -227,8 +229,8 @@ def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path
 
 
 def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
-    TokenFile.write(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
-    TokenFile.write(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
+    write_tokens(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
+    write_tokens(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
     data = open_data(options(tmp_path / "train.bin", tmp_path / "eval.bin", grad_accumulation=5), 9, 3)
     assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
     assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
@@ -244,7 +246,7 @@ def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     [(2, 1, 1), (6, 1, 3), (8, 2, 2), (7, 1, "use 6 or 8"), (1, 1, "use 2 or 4"), (6, 2, "4, which .* on 2 ranks")],
 )
 def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, world: int, gives: int | str) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
+    write_tokens(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
     asked = options(tmp_path / "a.bin", global_batch_size=global_batch, grad_accumulation=4)
     if isinstance(gives, int):
         assert open_data(asked, 9, 0, world=world).grad_accumulation == gives
@@ -256,7 +258,7 @@ def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, 
 def options_of(folder: Path, train: int, evaluation: int, **more: Any) -> DataOptions:
     """Options for files of so many tokens."""
     for name, count in (("train", train), ("eval", evaluation)):
-        TokenFile.write(folder / f"{name}.bin", np.arange(count) % 9, vocab_size=9)
+        write_tokens(folder / f"{name}.bin", np.arange(count) % 9, vocab_size=9)
     return options(folder / "train.bin", folder / "eval.bin", **more)
 
 

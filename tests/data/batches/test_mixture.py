@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_files import write_tokens
 
 from llmq.data.batches import mixture as mixture_module
 from llmq.data.batches.loader import Loader, RankBatches, open_data
 from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.row_layout import PACKED, RowForm
 from llmq.data.batches.windows import Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
@@ -33,7 +35,7 @@ def options(*files: object, **more: Any) -> DataOptions:
 def write(path: Path, number: int, num_windows: int) -> Path:
     """A token file of which each window's first token is 1000 * number + the window's number."""
     tokens = np.repeat(1000 * number + np.arange(num_windows + 1), T)[: num_windows * T + 1]
-    TokenFile.write(path, tokens, vocab_size=10_000, mask=np.arange(tokens.size) % 3 > 0 if number % 2 else None)
+    write_tokens(path, tokens, vocab_size=10_000, mask=np.arange(tokens.size) % 3 > 0 if number % 2 else None)
     return path
 
 
@@ -41,7 +43,7 @@ def make(folder: Path, sizes: list[int], weights: list[float]) -> Mixture:
     sources = []
     for number, size in enumerate(sizes):
         file = TokenFile.open(write(folder / f"{number}.bin", number, size))
-        sources.append(Windows([file], T, 10_000))
+        sources.append(Windows([file], RowForm(T, 10_000)))
     return Mixture(sources, weights)
 
 
@@ -149,7 +151,7 @@ def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -
             for length in lengths:
                 writer.append(np.arange(1, length + 1))
                 writer.end_document()
-        sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], 64, 99, 0))
+        sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], RowForm(64, 99, PACKED)))
     short, long = sources
     assert short.limits is not None and short.limits[1] == 9 and long.limits is None
     mixture = Mixture(sources, [1, 1])

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from legacy_token_file import legacy_bytes
 from small_tokenizers import sidecar
+from token_files import write_tokens
 
 from llmq.data.batches import packing
 from llmq.data.batches.loader import eval_batches
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.row_layout import PACKED, RowForm
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 
@@ -30,6 +32,10 @@ def write(path: Path, lengths: list[int], *, masked: bool = False, seed: int = 0
             writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None)
             writer.end_document()
     return TokenFile.open(path)
+
+
+def packs_of(files: list[TokenFile], seq_len: int, seed: int = 0, max_docs: int | None = None) -> Packs:
+    return Packs(files, RowForm(seq_len, VOCAB, PACKED, seed, max_docs))
 
 
 def expected_pieces(files: list[TokenFile], seq_len: int) -> list[tuple[list[int], list[int]]]:
@@ -65,7 +71,7 @@ def pieces_of(rows, seq_len: int) -> list[tuple[list[int], list[int]]]:
 def test_an_epoch_does_not_go_from_full_rows_to_less_full_ones(tmp_path: Path, epoch: int) -> None:
     """Packs are made from the longest documents to the shortest; the run's seed, which packs them, also orders them."""
     lengths = np.random.default_rng(1).integers(2, 33, 4000).tolist()
-    packs = Packs([write(tmp_path / "a.bin", lengths)], 32, VOCAB, seed=epoch, max_docs=3)
+    packs = packs_of([write(tmp_path / "a.bin", lengths)], 32, epoch, 3)
     count = packs.num_windows
     drawn = packs.index.ends[sample_order(np.arange(count) + epoch * count, count, epoch)]
     longest = packs.index.lengths[drawn]
@@ -86,7 +92,7 @@ def test_every_token_is_in_one_row_and_predicts_within_its_document(
 ) -> None:
     folder = tmp_path_factory.mktemp("packs")
     files = [write(folder / f"{n}.bin", part, masked=masked and n != 1, seed=n) for n, part in enumerate(sizes)]
-    packs = Packs(files, seq_len, VOCAB, seed, max_docs)
+    packs = packs_of(files, seq_len, seed, max_docs)
     expected = expected_pieces(files, seq_len)
     assert packs.num_tokens == sum(map(sum, sizes))
     assert packs.num_trained == sum(sum(t != -100 for t in targets) for _, targets in expected)
@@ -104,14 +110,14 @@ def test_every_token_is_in_one_row_and_predicts_within_its_document(
     assert rows.borders.shape == (packs.num_windows, docs + 1) and docs == (max_docs or docs)
     assert longest == max((len(ids) for ids, _ in expected), default=1)
     assert sorted(pieces_of(rows, seq_len)) == sorted(expected)
-    again = Packs(files, seq_len, VOCAB, seed, max_docs).read(order)
+    again = packs_of(files, seq_len, seed, max_docs).read(order)
     for one, other in zip(rows, again, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 def test_one_document_to_a_row_has_no_borders(tmp_path: Path) -> None:
     file = write(tmp_path / "a.bin", [3, 9, 1, 8])
-    packs = Packs([file], 8, VOCAB, 0, 1)
+    packs = packs_of([file], 8, 0, 1)
     rows = packs.read(np.arange(packs.num_windows))
     assert packs.num_windows == 5 and packs.limits is None and rows.borders is None
     found = sorted(row[row != 0].tolist() for row in rows.tokens)
@@ -123,15 +129,15 @@ def test_one_document_to_a_row_has_no_borders(tmp_path: Path) -> None:
 def test_the_end_of_a_document_is_trained_and_predicts_nothing(tmp_path: Path) -> None:
     """Also where it is the token after a cut."""
     for length in (4, 15, 16, 29):
-        packs = Packs([write(tmp_path / "a.bin", [length])], 8, VOCAB, 0, 1)
+        packs = packs_of([write(tmp_path / "a.bin", [length])], 8, 0, 1)
         rows = packs.read(np.arange(packs.num_windows))
         assert (rows.targets == EOS).sum() == 1 and (rows.targets != -100).sum() == length - 1
         assert (rows.targets[rows.tokens == EOS] == -100).all()
 
 
-def test_rows_of_one_token_are_refused(tmp_path: Path) -> None:
+def test_rows_of_one_token_are_refused() -> None:
     with pytest.raises(UsageError, match="--seq-len 1: a document of one token has no target: use 2 or more"):
-        Packs([write(tmp_path / "a.bin", [3])], 1, VOCAB, 0)
+        RowForm(1, VOCAB, PACKED)
 
 
 def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
@@ -141,7 +147,7 @@ def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token
     (tmp_path / "old.bin").write_bytes(legacy_bytes(tokens, VOCAB))
     file = TokenFile.open(tmp_path / "old.bin")
     with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
-        Packs([file], 8, VOCAB, 0)
+        packs_of([file], 8)
     about = sidecar()
     about.model_copy(update={"num_tokens": 16}).write(file.path)
     assert packing.document_lengths([file]).tolist() == lengths
@@ -154,7 +160,7 @@ def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token
 def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tokens(tmp_path: Path) -> None:
     several = write(tmp_path / "several.bin", [3, 4, 9])
     one = tmp_path / "one.bin"
-    TokenFile.write(one, several.tokens.astype(np.int32), vocab_size=VOCAB)
+    write_tokens(one, several.tokens.astype(np.int32), vocab_size=VOCAB)
     assert packing.document_lengths([TokenFile.open(one)]).tolist() == [16]
     for count, expected in ((1, [16]), (3, [3, 4, 9])):
         sidecar().model_copy(update={"num_tokens": 16, "num_documents": count}).write(one)
@@ -162,7 +168,7 @@ def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tok
 
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:
-    packs = Packs([write(tmp_path / "a.bin", [5, 7, 3, 9, 4])], 10, VOCAB, 0, 3)
+    packs = packs_of([write(tmp_path / "a.bin", [5, 7, 3, 9, 4])], 10, 0, 3)
     batches = list(eval_batches(packs, 2, 10))
     assert packs.num_windows == 3 and [b.borders.shape for b in batches] == [(2, 4)] * 2
     assert batches[1].borders[1].tolist() == [0, 10, 10, 10] and (batches[1].targets[1] == -100).all()

@@ -18,13 +18,14 @@ from llmq.data.batches import streaming
 from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowForm, RowLayout
-from llmq.data.batches.streaming import StreamedDocument, StreamedRows, open_stream
+from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare
 from llmq.data.rows.find_sources import Found
 from llmq.data.rows.request import Request
 from llmq.data.rows.row_files import RowFile
-from llmq.data.stream import START
+from llmq.data.stream import START, Position
+from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.options.parse import Options
@@ -39,22 +40,20 @@ def stream_of(
 ) -> StreamedRows:
     """Windows, or packed rows; every third row is two documents."""
 
-    def open_at(begun: int, shard: int, row: int, overall: int) -> Iterator[StreamedDocument]:
-        if opened is not None:
-            opened.append((shard, row, overall))
-        for s in range(shard, len(shards)):
-            for r in range(row if s == shard else 0, len(shards[s])):
-                ids, trained = shards[s][r]
-                yield StreamedDocument(
-                    s,
-                    r,
-                    sum(map(len, shards[:s])) + r,
-                    np.array(ids, np.int32),
-                    None if trained is None else np.array(trained),
-                    lengths_of(ids),
-                )
+    class Documents:
+        def read(self, position: Position = START) -> Iterator[tuple[Position, RowTokens]]:
+            shard, row, overall = position or (0, 0, 0)
+            if opened is not None:
+                opened.append((shard, row, overall))
+            for s in range(shard, len(shards)):
+                for r in range(row if s == shard else 0, len(shards[s])):
+                    ids, trained = shards[s][r]
+                    mask = None if trained is None else np.array(trained)
+                    after = (s, r + 1, sum(map(len, shards[:s])) + r + 1)
+                    yield after, RowTokens(np.array(ids, np.int32), mask, lengths_of(ids))
 
-    return StreamedRows(open_at, T, 1000, "the stream", "its key", max_docs=max_docs, seed=3)
+    form = RowForm(T, 1000, WINDOWS if max_docs is None else PACKED, 3, max_docs)
+    return StreamedRows(lambda begun: Documents(), form, "the stream", "its key")
 
 
 class Row(NamedTuple):
@@ -72,9 +71,9 @@ def rows_of(stream: StreamedRows, state: Any = START) -> Iterator[Row]:
         yield Row(tokens[0], targets[0], None if borders is None else borders[0], after)
 
 
-def lengths_of(ids: list[int]) -> tuple[int, ...] | None:
+def lengths_of(ids: list[int]) -> tuple[int, ...]:
     """Of the documents that a row became."""
-    return (2, len(ids) - 2) if len(ids) > 2 and len(ids) % 3 == 0 else None
+    return (2, len(ids) - 2) if len(ids) > 2 and len(ids) % 3 == 0 else (len(ids),)
 
 
 def drawn(sizes: list[list[int]]) -> Shards:
@@ -171,7 +170,7 @@ def documents_of(shards: Shards) -> list[Document]:
     found = []
     for ids, mask in (row for shard in shards for row in shard if row[0]):
         trained, at = mask or [True] * len(ids), 0
-        for length in lengths_of(ids) or (len(ids),):
+        for length in lengths_of(ids):
             start = at
             for count in piece_lengths(np.array([length]), T).tolist():
                 aims = [ids[n] if trained[n] else -100 for n in range(start + 1, start + count)]
@@ -289,7 +288,7 @@ def stream_of_files(
     opened = TextTokenizer.open(str(tokenizer))
     found = Found("rows", ("rows",), FileRows(tuple(files), **part), None, "all")
     request = Request(found, opened, options or EncodeOptions())
-    return open_stream(request, RowForm(kind, LONG, opened.vocab_size, 0), lambda text: None)
+    return open_stream(request, RowForm(LONG, opened.vocab_size, kind), lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -321,14 +320,15 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     """What was split is not one again, as it is in windows."""
     options = EncodeOptions(overlong="split", seq_len=LONG)
     stream = stream_of_files(tmp_path, small_tokenizer, options=options, kind=PACKED)
-    for document in islice(stream.open_at(0, 0, 0, 0), 20):
+    for _, document in islice(stream.documents(0).read(), 20):
         whole, rest = divmod(len(document.ids), LONG)
         assert document.lengths == (LONG,) * whole + (rest,) * (rest > 0)
     rows = [row for row in islice(rows_of(stream), 400) if row.state["epoch"] == 0]
-    assert stream.max_docs and stream.limits == (stream.max_docs, LONG)
+    docs = stream.form.docs
+    assert docs and stream.limits == (docs, LONG)
     borders = np.stack([row.borders for row in rows if row.borders is not None])
     lengths = np.diff(borders, axis=1)
-    assert len(borders) == len(rows) > 100 and (lengths == LONG).any() and stream.max_docs == (lengths > 0).sum(1).max()
+    assert len(borders) == len(rows) > 100 and (lengths == LONG).any() and docs == (lengths > 0).sum(1).max()
 
 
 @pytest.mark.parametrize(("layout", "max_docs", "docs"), [(PACKED, None, 4), (PACKED, 2, 2), (PADDED, None, 1)])
@@ -344,8 +344,8 @@ def test_the_documents_of_a_row_are_known_from_the_first_rows(
     found = Found("rows", ("rows",), FileRows((file,)), None, "all")
     request = Request(found, tokenizer, EncodeOptions())
     for seq_len, expected in ((12, docs), (1200, {4: 400}.get(docs, docs))):
-        form = RowForm(layout, seq_len, tokenizer.vocab_size, 0, max_docs)
-        assert open_stream(request, form, lambda text: None).max_docs == expected
+        form = RowForm(seq_len, tokenizer.vocab_size, layout, 0, max_docs)
+        assert open_stream(request, form, lambda text: None).form.docs == expected
 
 
 def test_two_streams_have_two_keys(tmp_path: Path, small_tokenizer: Path) -> None:

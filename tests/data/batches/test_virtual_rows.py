@@ -9,8 +9,10 @@ from llmq.data.batches.augment import open_augmentation
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.streaming import StreamedDocument, StreamedRows
+from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm
+from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import Rows, Windows, stacked
+from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
 from llmq.options.parse import Options
@@ -46,8 +48,8 @@ def without_lead(rows, seq_len):
 
 @pytest.mark.parametrize("with_tails", [False, True])
 def test_windows_are_those_of_shorter_rows(file, with_tails):
-    plain = Windows([file], 8, VOCAB, with_tails=with_tails)
-    found = Windows([file], 8 + N, VOCAB, with_tails=with_tails, num_virtual=N)
+    plain = Windows([file], RowForm(8, VOCAB), with_tails=with_tails)
+    found = Windows([file], RowForm(8 + N, VOCAB, num_virtual=N), with_tails=with_tails)
     assert found.num_windows == plain.num_windows
     order = np.random.default_rng(1).permutation(plain.num_windows)
     for one, other, filler in zip(found.read(order)[:2], plain.read(order)[:2], (0, -100), strict=True):
@@ -58,8 +60,8 @@ def test_windows_are_those_of_shorter_rows(file, with_tails):
 @pytest.mark.parametrize("max_docs", [1, 3, None])
 def test_packs_hold_the_same_documents(file, max_docs):
     """Also those that are cut, as they have less room."""
-    pieces = Packs([file], 12, VOCAB, 0, 1)
-    packs = Packs([file], 12 + N, VOCAB, 0, max_docs, N)
+    pieces = Packs([file], RowForm(12, VOCAB, PACKED, 0, 1))
+    packs = Packs([file], RowForm(12 + N, VOCAB, PACKED, 0, max_docs, N))
     rows = packs.read(np.arange(packs.num_windows))
     tokens, targets, _ = pieces.read(np.arange(pieces.num_windows))
     lead = np.zeros((pieces.num_windows, N), np.int32)
@@ -68,8 +70,8 @@ def test_packs_hold_the_same_documents(file, max_docs):
     assert packs.num_trained == pieces.num_trained
     if max_docs != 1:
         longest = max(len(ids) for ids, _ in without_lead(rows, 12 + N))
-        assert packs.limits == (packs.docs_per_row, longest + N) and packs.docs_per_row > 1
-        assert max_docs is None or packs.docs_per_row == max_docs
+        assert packs.limits == (packs.form.docs, longest + N) and packs.form.docs > 1
+        assert max_docs is None or packs.form.docs == max_docs
     one = Batch(*rows, num_virtual=N)
     assert one.num_real == int(pieces.index.lengths.sum())
     documents = len(pieces.index.lengths)
@@ -77,7 +79,7 @@ def test_packs_hold_the_same_documents(file, max_docs):
 
 
 def test_empty_rows_and_rows_without_virtual_tokens_are_counted(file):
-    windows = Windows([file], 8 + N, VOCAB, with_tails=True, num_virtual=N)
+    windows = Windows([file], RowForm(8 + N, VOCAB, num_virtual=N), with_tails=True)
     *_, last = eval_batches(windows, windows.num_windows - 1, 8 + N)
     assert last.tokens.any(axis=1).sum() == 1 and last.num_virtual == N
     assert last.num_tokens == 8 * len(last.tokens) and 0 < last.num_real <= 8
@@ -90,12 +92,14 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
     rng = np.random.default_rng(2)
     documents = [rng.integers(1, VOCAB, length) for length in rng.integers(2, 15, 9)]
 
-    def open_at(begun, shard, row, overall):
-        yield from (StreamedDocument(0, n, n, documents[n], None) for n in range(row, len(documents)))
+    class Documents:
+        def read(self, position=()):
+            for n in range(position[1] if position else 0, len(documents)):
+                yield (0, n + 1, n + 1), RowTokens(documents[n], None, (len(documents[n]),))
 
     def rows_of(num_virtual, count, state=None):
-        length = 10 + num_virtual
-        found = StreamedRows(open_at, length, VOCAB, "it", max_docs=max_docs, num_virtual=num_virtual).read(state or ())
+        form = RowForm(10 + num_virtual, VOCAB, PACKED if max_docs else WINDOWS, 0, max_docs, num_virtual)
+        found = StreamedRows(lambda begun: Documents(), form, "it").read(state or ())
         states, rows = zip(*(next(found) for _ in range(count)), strict=True)
         return states, stacked(rows)
 

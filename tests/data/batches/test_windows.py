@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legacy_token_file import legacy_bytes
+from token_files import write_tokens
 
 from llmq.data.batches import windows as windows_module
+from llmq.data.batches.row_layout import RowForm
 from llmq.data.batches.windows import Windows, open_files, require_one_tokenizer
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
@@ -34,7 +36,7 @@ def test_windows_are_consecutive_with_shifted_targets(
     for number, size in enumerate(sizes):
         tokens = rng.integers(1, 99, size)
         mask = rng.integers(0, 2, size).astype(bool) if masked else None
-        TokenFile.write(folder / f"{number}.bin", tokens, vocab_size=99, mask=mask)
+        write_tokens(folder / f"{number}.bin", tokens, vocab_size=99, mask=mask)
         files.append(TokenFile.open(folder / f"{number}.bin"))
         aims = np.where(True if mask is None else mask, tokens, -100)
         for start in range(0, size - (1 if with_tails else seq_len), seq_len):
@@ -42,7 +44,7 @@ def test_windows_are_consecutive_with_shifted_targets(
             ids = ids[: len(targets)]  # a file's last token is a target only
             padding = seq_len - len(ids)
             want.append((ids + [0] * padding, targets + [-100] * padding))
-    windows = Windows(files, seq_len, 99, with_tails=with_tails)
+    windows = Windows(files, RowForm(seq_len, 99), with_tails=with_tails)
     assert windows.num_windows == len(want) and windows.num_tokens == sum(sizes)
     order = rng.permutation(len(want))
     tokens, targets, borders = windows.read(order)
@@ -52,12 +54,12 @@ def test_windows_are_consecutive_with_shifted_targets(
 
 
 def write(path: Path, tokens: list[int] | np.ndarray, vocab_size: int = 100) -> Path:
-    TokenFile.write(path, np.asarray(tokens), vocab_size=vocab_size)
+    write_tokens(path, np.asarray(tokens), vocab_size=vocab_size)
     return path
 
 
 def open_windows(patterns: list[str], seq_len: int, vocab_size: int) -> Windows:
-    return Windows(open_files(patterns), seq_len, vocab_size)
+    return Windows(open_files(patterns), RowForm(seq_len, vocab_size))
 
 
 def test_patterns_are_files_sorted_within_a_glob_and_no_sidecars(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def tokenizer_folder(folder: Path, content: dict[str, object]) -> Path:
 def with_sidecar(path: Path, folder: Path) -> TokenFile:
     """A token file whose sidecar and header tell of the tokenizer in `folder`, which lies beside it."""
     sha256 = tokenizer_hash(folder)
-    TokenFile.write(path, np.arange(7), vocab_size=9, tokenizer_sha256=sha256)
+    write_tokens(path, np.arange(7), vocab_size=9, tokenizer_sha256=sha256)
     note = TokenizerNote(
         source="me/mine", revision=None, sha256=sha256, folder=folder.name, vocab_size=9, eos_token="e", eos_token_id=1
     )
@@ -138,6 +140,6 @@ def test_ids_of_another_tokenizer_than_the_models_are_refused(tmp_path: Path) ->
 
 def test_a_sidecar_of_another_file_is_noticed(tmp_path: Path) -> None:
     file = with_sidecar(tmp_path / "a.bin", tokenizer_folder(tmp_path / "mine", {}))
-    TokenFile.write(file.path, np.arange(7), vocab_size=9, tokenizer_sha256="ab" * 32)
+    write_tokens(file.path, np.arange(7), vocab_size=9, tokenizer_sha256="ab" * 32)
     with pytest.raises(DataError, match=r"a\.bin and its sidecar name different tokenizers"):
         require_one_tokenizer([TokenFile.open(file.path)])

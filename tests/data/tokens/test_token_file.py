@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legacy_token_file import bits_of, legacy_bytes
+from token_files import verified, write_tokens
 
 from llmq.data.tokens import token_file
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
@@ -45,9 +46,9 @@ def test_the_bytes_are_those_of_the_format_and_ids_take_two_where_the_vocabulary
     tmp_path: Path, vocab_size: int, dtype: type, sha: str | None
 ) -> None:
     path, tokens = tmp_path / "a.bin", [0, vocab_size - 1, 3]
-    TokenFile.write(path, np.array(tokens), vocab_size=vocab_size, tokenizer_sha256=sha)
+    write_tokens(path, np.array(tokens), vocab_size=vocab_size, tokenizer_sha256=sha)
     assert path.read_bytes() == current_bytes(tokens, vocab_size, sha=sha or "")
-    file = TokenFile.open(path, vocab_size=vocab_size)
+    file = verified(path, vocab_size)
     assert (file.tokens.dtype, file.tokens.tolist(), file.tokenizer_sha256) == (dtype, tokens, sha)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -76,9 +77,8 @@ def test_a_file_of_any_version_is_read_and_pieces_write_the_same_file_as_the_who
         assert path.read_bytes() == current_bytes(tokens, 1000, mask, starts)
         assert (writer.num_tokens, writer.num_documents) == (size, len(starts) - 1)
         assert writer.num_trained == (size if mask is None else sum(mask))
-    file = TokenFile.open(path, vocab_size=1000)
-    file.verify()
-    assert (file.num_tokens, file.vocab_size) == (size, None if version == 1 else 1000)
+    file = verified(path, 1000)
+    assert (file.num_tokens, file.header.vocab_size) == (size, None if version == 1 else 1000)
     np.testing.assert_array_equal(file.tokens, tokens)
     assert file.document_starts.tolist() == starts and file.num_documents == len(starts) - 1
     start = data.draw(st.integers(0, size))
@@ -87,7 +87,7 @@ def test_a_file_of_any_version_is_read_and_pieces_write_the_same_file_as_the_who
 
 
 def test_the_tokens_are_mapped_and_read_only(tmp_path: Path) -> None:
-    TokenFile.write(tmp_path / "a.bin", np.arange(5), vocab_size=5)
+    write_tokens(tmp_path / "a.bin", np.arange(5), vocab_size=5)
     tokens = TokenFile.open(tmp_path / "a.bin").tokens
     assert isinstance(tokens, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
@@ -170,7 +170,7 @@ def test_a_damaged_block_is_found_when_it_is_first_read(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
     file.check_ids(9, 3 * per_block)
     with pytest.raises(DataError, match="damaged"):
-        file.verify()
+        verified(path)
     last = damaged(len(good) - 30)  # among the documents, in one block with the masks
     last.check_ids(9)
     for read in (lambda: last.document_starts, lambda: last.trained(5, 9)):
@@ -183,14 +183,14 @@ def test_documents_that_do_not_rise_are_refused(tmp_path: Path, starts: list[int
     path = tmp_path / "a.bin"
     path.write_bytes(current_bytes(list(range(10)), 10, starts=starts))
     with pytest.raises(DataError, match="do not rise from token 0 to 10"):
-        TokenFile.open(path).verify()
+        verified(path)
 
 
-def test_ids_beyond_the_files_own_vocabulary_are_found_by_verify(tmp_path: Path) -> None:
+def test_ids_beyond_the_files_own_vocabulary_are_found_when_all_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(current_bytes([1, 2, 12, 3], 10))
     with pytest.raises(DataError, match="token 2 has the id 12, but the vocabulary has 10"):
-        TokenFile.open(path).verify()
+        verified(path)
 
 
 def test_absent_files_and_folders_are_data_errors(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_foreign_id_is_found_wherever_it_is(tmp_path: Path, monkeypatch, bad: 
     path = tmp_path / "a.bin"
     path.write_bytes(legacy_bytes(tokens.tolist(), 50))
     with pytest.raises(DataError, match=f"token {place} has the id {bad}, but the vocabulary has 50 ids"):
-        TokenFile.open(path, vocab_size=50)
+        verified(path, 50)
     TokenFile.open(path)  # without vocab_size no id is checked
     TokenFile.open(path).check_ids(50, place + 1)
 
@@ -255,8 +255,7 @@ def test_mutated_files_give_our_errors_or_open(tmp_path: Path, count: int) -> No
         content = mutate(good[number % 4], rng)
         path.write_bytes(content)
         try:
-            file = TokenFile.open(path, vocab_size=7 if number % 4 < 3 else 70000)
-            file.verify()
+            file = verified(path, 7 if number % 4 < 3 else 70000)
             assert file.trained(0, file.num_tokens).shape == file.tokens.shape == (file.num_tokens,)
             assert file.document_starts[-1] == file.num_tokens
         except LlmqError as error:
@@ -277,7 +276,7 @@ def test_the_writer_refuses_ids_outside_the_vocabulary(tmp_path: Path, bad: int)
 
 def test_an_interrupted_writer_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    TokenFile.write(path, np.arange(3), vocab_size=3)
+    write_tokens(path, np.arange(3), vocab_size=3)
     before = path.read_bytes()
     with pytest.raises(KeyboardInterrupt), TokenWriter(path, vocab_size=3, has_masks=True) as writer:
         writer.append(np.array([1]), np.array([True]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from token_files import verified
 from tokenizers import Tokenizer
 
 from llmq.data.batches.loader import open_data
@@ -143,7 +144,7 @@ def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str],
     corpus, folder = shared("tinyshakespeare.txt"), shared("qwen2.5-tokenizer")
     written = tokenize_data(tokenizer=str(folder), inputs=[str(corpus)], out_dir=tmp_path)
     assert [file.num_tokens for file in written] == [270362, 31470]
-    train, evaluation = (TokenFile.open(file.path, vocab_size=151936).tokens for file in written)
+    train, evaluation = (verified(file.path, 151936).tokens for file in written)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     eos = json.loads((tmp_path / "eval.bin.json").read_text())["tokenizer"]["eos_token_id"]
     assert train[-1] == evaluation[-1] == eos == tokenizer.token_to_id("<|endoftext|>")
@@ -176,8 +177,7 @@ def test_real_questions_and_answers_train_exactly_the_answers_and_their_ends(
 ) -> None:
     rows, folder = shared("gsm8k-test.jsonl"), shared("qwen2.5-tokenizer")
     (written,) = tokenize_data(tokenizer=str(folder), inputs=[str(rows)], eval_fraction=0, out_dir=tmp_path)
-    file = TokenFile.open(written.path, vocab_size=151936)
-    file.verify()
+    file = verified(written.path, 151936)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     answers = [json.loads(line)["answer"] for line in rows.read_text().splitlines()]
     codes = tokenizer.encode_batch(answers, add_special_tokens=False)

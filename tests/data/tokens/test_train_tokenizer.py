@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from token_files import verified
 from tokenizers import Tokenizer
 
 from llmq.cli import shell
@@ -31,7 +32,7 @@ def test_the_token_files_are_those_of_the_tokenizer_beside_them(text: Path, tmp_
     arguments = ["--input", str(text), "--train-tokenizer", "400", "--eval-fraction", "0"]
     assert shell.run(command, [*arguments, "--out-dir", str(tmp_path / "out")]) == 0
     tokenizer = Tokenizer.from_file(str(tmp_path / "out/tokenizer/tokenizer.json"))
-    tokens = TokenFile.open(tmp_path / "out/train.bin", vocab_size=400).tokens.tolist()
+    tokens = verified(tmp_path / "out/train.bin", 400).tokens.tolist()
     assert tokenizer.get_vocab_size() == 400
     assert tokens.pop() == tokenizer.token_to_id("<|endoftext|>") == 0
     assert tokenizer.decode(tokens) == WORDS
@@ -70,7 +71,7 @@ def test_text_that_is_too_little_names_the_size_that_it_is_enough_for(text: Path
         tokenize_data(train_tokenizer=50_000, inputs=[str(text)], out_dir=tmp_path / "out")
     enough = int(str(raised.value).rsplit(" ", 1)[1])
     tokenize_data(train_tokenizer=enough, inputs=[str(text)], out_dir=tmp_path / "out")
-    assert TokenFile.open(tmp_path / "out/train.bin").vocab_size == enough
+    assert TokenFile.open(tmp_path / "out/train.bin").header.vocab_size == enough
 
 
 @pytest.mark.parametrize(
