@@ -1,8 +1,15 @@
 """The one protocol of all that is read in order, be it rows, documents or batches: it can be entered at any position.
 
-`read(position)` yields (position after the item, item). A position is what JSON knows: a manifest or a checkpoint keeps
-it, and a stream that is read from there has the same items. A stream that wraps others, such as a mixture of rows or
-the batches of a rank, makes its position of theirs. `ReadAhead` reads any of them in a thread.
+`read(position)` yields (position after the item, item). A position is JSON: a manifest or a checkpoint keeps
+it, and a stream that is read from there has the same items. A stream that wraps others makes its position of theirs:
+
+    FileRows, Shuffled, Mixed      rows of files, in an order, or of several streams of rows
+    TextWork, RowWork, tokenized   batches of text or rows, and their tokens
+    StreamedRows                   rows of T tokens, pass after pass
+    RankBatches                    the batches of one rank, of streamed rows or of samples in token files
+    Augmented, JoinedBatches       batches with noise, and those of several adapters as one
+
+`ReadAhead` reads any of them in a thread.
 """
 
 from __future__ import annotations
@@ -87,9 +94,9 @@ def _run(items: Iterator[T], results: queue.Queue[T | BaseException], stopped: t
 
 
 def _stop(results: queue.Queue[T | BaseException], stopped: threading.Event) -> None:
-    """Tells the thread to end, without waiting: the garbage collector may call this from that very thread."""
+    """Asks the thread to end, without waiting: the garbage collector may call this from that very thread."""
     stopped.set()
-    # The thread puts at most one more item after it is told to stop, so one free place lets it end.
+    # The thread puts at most one more item after the stop, so one free place lets it end.
     while True:
         try:
             results.get_nowait()

@@ -15,19 +15,21 @@ same after a resume, for any batch size and any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llmq.data.batches.batch import Batch
 from llmq.data.batches.permutation import addressed_bits
 from llmq.data.batches.windows import Rows
+from llmq.data.stream import START, Position, Stream
 from llmq.errors import UsageError
 from llmq.model.rope import document_positions
 from llmq.tensor import IGNORED
 
 SPAN = 4
-DROP, REPLACE, START, SHUFFLE, ORDER = range(5)  # purposes: what random bits are for
+DROP, REPLACE, FIRST_SPAN, SHUFFLE, ORDER = range(5)  # purposes: what random bits are for
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,25 @@ class Augmentation:
     num_virtual: int = 0
 
     def __call__(self, rows: Rows, places: np.ndarray) -> Rows:
-        """`rows` (n,T) with noise, where row i stands at `places[i]` of the run's sequence."""
+        """`rows` (n,T) with noise, where row i is at `places[i]` of the run's sequence."""
         for name, rate in self.rates:
             rows = KINDS[name](rows, rate, np.asarray(places), self)
         return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Augmented:
+    """Batches with noise."""
+
+    batches: Stream[Batch]
+    augment: Augmentation
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
+        """Batch after batch; see Stream."""
+        for after, batch in self.batches.read(position):
+            assert batch.places is not None
+            rows = self.augment(Rows(batch.tokens, batch.targets, batch.borders), batch.places)
+            yield after, replace(batch, tokens=rows.tokens, targets=rows.targets)
 
 
 def open_augmentation(text: str | None, vocab_size: int, seed: int, num_virtual: int = 0) -> Augmentation | None:
@@ -77,7 +94,7 @@ def shuffle_spans(rows: Rows, rate: float, places: np.ndarray, about: Augmentati
     """Tokens of some spans in another order; targets that could then be copied are not trained."""
     (count, length), seed = rows.tokens.shape, about.seed
     position = np.arange(length)
-    start = (addressed_bits(seed, START, places, 1) % np.uint64(SPAN)).astype(np.int64)
+    start = (addressed_bits(seed, FIRST_SPAN, places, 1) % np.uint64(SPAN)).astype(np.int64)
     span = (position + start) // SPAN  # (n,T): which span a position is in
     document = np.zeros((count, length + 1), np.int64)
     if rows.borders is not None:

@@ -12,10 +12,10 @@ from llmq.tensor import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A micro-batch, and where it stands in the run's sequence of samples.
+    """A micro-batch, and its place in the run's sequence of samples.
 
     `tokens`, `targets` (B,T) int32; a target of -100 is not trained. `borders` (B,D+1) int32 of a packed row are the
-    first tokens of its documents, then T repeated. `places` (B,) int64 is where each row stands in the run's sequence;
+    first tokens of its documents, then T repeated. `places` (B,) int64 are the rows' places in the run's sequence;
     None in evaluation. `position` counts the samples taken by all ranks up to and with this batch, `epoch` the passes
     over the data; `stream` is what a stream needs to resume after it. Each document begins with `num_virtual` positions
     of virtual tokens, which are 0 here and have no target.

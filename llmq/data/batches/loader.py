@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from llmq.data.batches.augment import Augmentation, open_augmentation
+from llmq.data.batches.augment import Augmentation, Augmented, open_augmentation
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.mix_file import Source, read_sources
-from llmq.data.batches.mixture import Mixture, Share
+from llmq.data.batches.mixture import Mixture, Share, Source, read_sources
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.step import step_of
@@ -73,7 +72,7 @@ class Data:
         return (max(docs for docs, _ in found), max(longest for _, longest in found)) if found else None
 
     def facts(self) -> dict[str, str]:
-        """What a run should know of its rows, in words: their layout, how full they are, and what is trained."""
+        """What the log says of the rows, in words: their layout, how full they are, and what is trained."""
         parts: list[tuple[str, Samples | StreamedRows | None]] = [("", self.train), ("eval ", self.eval)]
         if isinstance(self.train, Mixture):
             parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
@@ -135,20 +134,21 @@ class Data:
     def batches(self, rank: int) -> Stream[Batch]:
         """The batches of the training data for one rank."""
         assert 0 <= rank < self.world
-        return RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
+        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world)
+        return batches if self.augment is None else Augmented(batches, self.augment)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""
         assert self.eval is not None
         whole = -(-self.eval.num_windows // self.batch_size)
-        return min(num_steps or whole, whole), eval_batches(self.eval, self.batch_size, self.seq_len, num_steps)
+        return min(num_steps or whole, whole), eval_batches(self.eval, self.batch_size, num_steps)
 
     def shares(self, num_samples: int) -> list[Share]:
         """What each source gives to the first `num_samples` samples; empty if the data is no mixture."""
         return self.train.shares(num_samples) if isinstance(self.train, Mixture) else []
 
     def identity(self) -> dict[str, Any]:
-        """What a run that continues another must have in common with it, beside the seed; as JSON knows it."""
+        """What a run that continues another must have in common with it, beside the seed; as JSON."""
         train = self.train
         return {
             "seq_len": self.seq_len,
@@ -283,16 +283,15 @@ def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = Fa
     return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
 
 
-def eval_batches(windows: Samples, batch_size: int, seq_len: int, num_steps: int | None = None) -> Iterator[Batch]:
+def eval_batches(windows: Samples, batch_size: int, num_steps: int | None = None) -> Iterator[Batch]:
     """The windows in the order of the files: at most `num_steps` batches, or all of them.
 
     The last batch is filled up with rows that are not trained.
     """
-    assert seq_len == windows.seq_len
     stop = windows.num_windows if num_steps is None else min(num_steps * batch_size, windows.num_windows)
     for start in range(0, stop, batch_size):
         rows = windows.read(np.arange(start, min(start + batch_size, stop)))
-        filled = empty_rows(batch_size, seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
+        filled = empty_rows(batch_size, windows.seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
         filled.put(slice(len(rows.tokens)), rows)
         yield Batch(*filled, position=start + len(rows.tokens), num_virtual=windows.num_virtual)
 
@@ -309,7 +308,6 @@ class RankBatches:
     seed: int
     rank: int = 0
     world: int = 1
-    augment: Augmentation | None = None
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
         """Batch after batch; see Stream."""
@@ -326,8 +324,6 @@ class RankBatches:
                 found, epoch = stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
             else:
                 found, epoch = rows.read(rows.order(places, self.seed)), taken / rows.num_windows
-            if self.augment is not None:
-                found = self.augment(found, places)
             yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmq.data.batches.first_fit import count_packs, repeated
-from llmq.data.batches.mix_file import Source, read_sources
+from llmq.data.batches.mixture import Source, read_sources
 from llmq.data.batches.packing import sizes_in_rows, with_docs
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.streaming import StreamedRows, open_stream
@@ -94,9 +94,11 @@ class NamedData:
             return self._estimated(form), []
         sources, evaluation = [], list[str]()
         for source, request in zip(self.sources, self.requests, strict=True):
-            files = self._cached(request)
-            sources.append(replace(source, files=tuple(name for name in files if _is_of("train", name))))
-            evaluation += [name for name in files if _is_of("eval", name)]
+            parts: dict[str, list[str]] = {"train": [], "eval": []}
+            for name in self._cached(request):
+                parts["train" if Path(name).name.startswith("train") else "eval"].append(name)
+            sources.append(replace(source, files=tuple(parts["train"])))
+            evaluation += parts["eval"]
         return sources, evaluation
 
     def _evaluation_of(self, request: Request) -> list[str]:
@@ -161,10 +163,6 @@ def open_named(
             f"{known}: add --vocab-size tokenizer, or give a smaller tokenizer"
         )
     return NamedData(options, tokenizer, plan_only, say, note, task)
-
-
-def _is_of(part: str, name: str) -> bool:
-    return Path(name).name.startswith(part)
 
 
 def _about(request: Request) -> tuple[int, np.ndarray]:

@@ -1,12 +1,12 @@
 """Documents packed into rows, whole and apart: `Packs` are samples of several documents each.
 
-A row is up to seq_len tokens of documents one after the other, then padding. Positions start anew with each document,
+A row is up to seq_len tokens of documents one after the other, then padding. Positions start from 0 in each document,
 attention does not look across (both by the borders), and nothing is trained across: a document's last token, which is
 its end token, has no target. The padding, tokens 0 that are not trained, continues the last document, which does not
 see it. Documents longer than seq_len are cut into pieces, each a document of its own. A piece begins with the last
 token of the one before, which had no target there: every token but a document's first is a target once.
 
-With virtual tokens each document begins with so many positions that are 0 here and have no target, its last one among
+With virtual tokens each document begins with as many positions that are 0 here and have no target, its last one among
 them: the first token of a document is never trained.
 """
 

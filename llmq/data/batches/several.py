@@ -46,7 +46,7 @@ class SeveralData(Data):
         return cls(train, evaluation, *about, all(one.is_there for one in found), members)
 
     def facts(self) -> dict[str, str]:
-        """What a run should know of its rows, in words, adapter by adapter where they differ."""
+        """What the log says of the rows, in words, adapter by adapter where they differ."""
         each = {name: one.facts() for name, one in self.members.items()}
         first = next(iter(each.values()))
         if all(facts == first for facts in each.values()):
@@ -76,7 +76,7 @@ class SeveralData(Data):
         return found
 
     def identity(self) -> dict[str, Any]:
-        """What a run that continues another must have in common with it; as JSON knows it."""
+        """What a run that continues another must have in common with it; as JSON."""
         limits = {"documents of a row": self.limits[0]} if self.limits else {}
         return {"data": {name: one.identity() for name, one in self.members.items()}, **limits}
 

@@ -25,8 +25,6 @@ from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.windows import Rows, aim, empty_rows
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder
-from llmq.data.chat.template import template_note
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.records import BadRows
 from llmq.data.rows.request import Request
@@ -184,7 +182,7 @@ class _Piece(NamedTuple):
 def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
     """The rows of a request as an endless stream of rows of this form.
 
-    Where rows are too long, that is said when the first one is, and with all else at the end of the first pass.
+    Where rows are too long, that is reported when the first one is, and with all else at the end of the first pass.
     Packed rows that leave it open have as many documents as fill rows with documents such as the first ones. UsageError
     for text files, mixtures and drawn rows.
     """
@@ -211,8 +209,7 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
 
     if form.kind != WINDOWS and form.docs is None:
         form = _with_docs(request, form)
-    template = template_note(first.templates) if isinstance(first, ChatEncoder) else None
-    return StreamedRows(documents, form, name, request.key, frozenset(first.end_token_ids), template)
+    return StreamedRows(documents, form, name, request.key, frozenset(first.end_token_ids), first.template_note)
 
 
 def _with_docs(request: Request, form: RowForm) -> RowForm:

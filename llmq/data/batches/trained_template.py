@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,17 +43,12 @@ def exported_templates(train: Samples | StreamedRows, tokenizer_folder: Path | N
         notices.append(
             f"The training data is of {len(ranked)} chat templates: {named}. The exported model has the first of them"
         )
-    if (own := _own(tokenizer_folder)) is not None and own.sources() == chosen.sources():
+    own = None
+    with suppress(DataError):  # the tokenizer has no templates, or none by default
+        own = template_note(open_templates(tokenizer_folder, OWN))
+    if own is not None and own.sources() == chosen.sources():
         return ExportedTemplates(None, tuple(notices))
     if len(ranked) == 1:
         instead = ", in place of the tokenizer's own" if own else ""
         notices.append(f"The exported model has the chat template of its training data ({chosen.origin}){instead}")
     return ExportedTemplates(chosen.sources(), tuple(notices))
-
-
-def _own(tokenizer_folder: Path) -> TemplateNote | None:
-    """The templates that a tokenizer's folder gives by default; None if it has none, or none by default."""
-    try:
-        return template_note(open_templates(tokenizer_folder, OWN))
-    except DataError:
-        return None

@@ -86,14 +86,14 @@ class Samples(Protocol):
         """The chat templates that rendered the data, each with its part of the trained tokens."""
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample (n,) int64 stands at each of `places` (n,) of the endless sequence of `seed`."""
+        """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`."""
 
     def read(self, samples: np.ndarray) -> Rows:
         """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
 
 
 class SampleGroup:
-    """What is said of several sources of rows together."""
+    """What several sources of rows have in common, or together."""
 
     def __init__(self, sources: Sequence[Any]) -> None:
         self.sources, self.seq_len = tuple(sources), int(sources[0].seq_len)
@@ -168,7 +168,7 @@ class FileSamples:
         return [(note, share) for note, share in found if note is not None]
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample stands at each of `places`: place s has sample s % N of epoch s // N's permutation."""
+        """Which sample is at each of `places`: place s has sample s % N of epoch s // N's permutation."""
         return sample_order(places, self.num_windows, seed)
 
     def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
@@ -188,15 +188,15 @@ class Windows(FileSamples):
 
     A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens after the last are not used,
     unless `with_tails` makes one more window of them, whose rest is tokens 0 that are not trained. Windows with virtual
-    tokens have so many fewer of the file.
+    tokens have as many tokens fewer of the file.
     """
 
-    limits = None  # documents run on from one window into the next, and are not told apart
+    limits = None  # documents run on from one window into the next, without a border
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm, *, with_tails: bool = False) -> None:
         super().__init__(files, form)
         self._size = form.room
-        room = self._size - 1 if with_tails else 0  # a window may lack so many tokens
+        room = self._size - 1 if with_tails else 0  # the most tokens that a window may lack
         self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // self._size)
         self.num_windows = int(self._ends[-1]) if files else 0
 

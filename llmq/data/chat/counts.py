@@ -1,4 +1,4 @@
-"""What was encoded, in numbers, and what a user should know of it, in words."""
+"""What was encoded, in numbers, and the notes on it, in words."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Counts:
 
 
 def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[str]:
-    """What a user should know of rows that were encoded, a line each; `bad` of them were left out."""
+    """Notes on rows that were encoded, a line each; `bad` of them were left out."""
     lines = [
         f"{count} {text}"
         for count, text in (

@@ -28,8 +28,9 @@ from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, 
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
 from llmq.data.chat.overlong import OVERLONG, Encoded, shortened, trained_runs
 from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.template import MARKER, OWN, Templates, open_templates
+from llmq.data.chat.template import MARKER, OWN, Templates, open_templates, template_note
 from llmq.data.rows.records import BadRow, Record
+from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.text import pieces_of
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -65,7 +66,7 @@ def open_encoder(
     """An encoder for data that begins with the rows `first`; `now` is the time that templates see (None: the clock's).
 
     UsageError for options that are wrong or have no effect on this format; DataError if the format or the template
-    cannot be found, or the template ends its turns with a marker that the tokenizer does not know as one token.
+    cannot be found, or the template ends its turns with a marker that is not one token of the tokenizer.
     """
     if options.overlong not in OVERLONG:
         raise UsageError(f"--overlong {options.overlong} is not one of {', '.join(OVERLONG)}")
@@ -95,14 +96,17 @@ def open_encoder(
 
 
 class Encoder:
-    """Turns rows into documents. `counts` says what it did so far; `notices` what a user should know before."""
+    """Turns rows into documents. `counts` says what it did so far; `notices` are for the user to see before."""
 
     is_chat = False
+    template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
 
     def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
         self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
         self.counts = Counts()
         self.notices: tuple[str, ...] = ()
+        # What ends every document, whatever is in the rows.
+        self.own_ends = set() if form.name == "tokens" or self.is_chat else {tokenizer.eos_token_id}
 
     def copied(self) -> Encoder:
         """The same encoder with counts of its own, which another thread may use at the same time."""
@@ -118,11 +122,7 @@ class Encoder:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Every end token that is trained, as far as known: those of the template, and those of the rows so far."""
-        found = set(self.counts.end_tokens) | self._own_ends()
-        return tuple(sorted(found))
-
-    def _own_ends(self) -> set[int]:
-        return set() if self.format.name == "tokens" else {self.tokenizer.eos_token_id}
+        return tuple(sorted({*self.counts.end_tokens, *self.own_ends}))
 
     def describe(self) -> str:
         """Format, mapping, template and mask in words, a line each, with the notices."""
@@ -247,6 +247,7 @@ class ChatEncoder(Encoder):
     ) -> None:
         super().__init__(form, tokenizer, options, train_on)
         self.templates: Templates = open_templates(tokenizer.folder, options.chat_template, now)
+        self.template_note = template_note(self.templates)
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
         self.encoder = copy.deepcopy(tokenizer.encoder)
@@ -265,12 +266,11 @@ class ChatEncoder(Encoder):
         DataError if it does so with a marker that is not one token.
         """
         template, notices = self.templates.default, []
-        self._template_ends: set[int] = set()
         for text, stop in self._probes(first):
             tail = text[:stop].rstrip()
             if tail.endswith(self.end_tokens):
                 ids = self.encoder.encode(tail, add_special_tokens=False).ids
-                self._template_ends = {ids[-1]}
+                self.own_ends = {ids[-1]}
             elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
                 raise DataError(
                     f"{template.origin}: the template ends a turn with {marker[-1]}, which is "
@@ -314,9 +314,6 @@ class ChatEncoder(Encoder):
                 continue
             if made[-1].spans:
                 yield made[-1].text, made[-1].spans[-1][1]
-
-    def _own_ends(self) -> set[int]:
-        return self._template_ends
 
     def _described(self) -> list[str]:
         template = self.templates.default

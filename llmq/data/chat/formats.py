@@ -33,7 +33,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt (possibly empty) and its answer; `asked` is what a user would say, `system` what stands before it."""
+    """A prompt (possibly empty) and its answer; `asked` is what a user would say, `system` what comes before it."""
 
     prompt: str
     answer: str
@@ -346,10 +346,10 @@ def _chat(row: _Row) -> Chat:
 
 def _asked_chat(row: _Row) -> Chat:
     """The chat of a prompt and a completion that are messages, as TRL has them."""
-    asked, told = (_messages(row, column) for column in ("prompt", "completion"))
-    if not any(m.get("content", "").strip() or m.get("tool_calls") for m in told):
+    asked, answered = (_messages(row, column) for column in ("prompt", "completion"))
+    if not any(m.get("content", "").strip() or m.get("tool_calls") for m in answered):
         raise row.bad(f"{row.form.columns['completion']} is empty")
-    read = [*asked, *told]
+    read = [*asked, *answered]
     return Chat(read, _tools(row), frozenset(untrained_messages(read, {}, TURN_COLUMNS[0], row.bad)), len(asked))
 
 

@@ -76,7 +76,7 @@ class TrainOn:
         return "the last assistant turn" if self.only_last else f"turns of {', '.join(sorted(self.roles))}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     """A text to be tokenized as a whole, and its trained spans [start, stop) in characters, ascending.
 
@@ -88,6 +88,13 @@ class Sample:
     spans: tuple[tuple[int, int], ...]
     ends: bool = False
     turns: tuple[tuple[int, int], ...] = ()
+
+    def put_first(self, spans: Sequence[tuple[int, int]], own: str) -> None:
+        """Adds a turn before the others, whose spans are in the text and in `own`, the rendering that ends with it."""
+        if filled := [(start, stop) for start, stop in spans if start < stop]:
+            stop = filled[-1][1]
+            self.spans = (*filled, *self.spans)
+            self.turns = ((stop, len(own) if self.text.startswith(own) else stop), *self.turns)
 
 
 @dataclass
@@ -202,39 +209,19 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
     whole = turns.render(len(chat.messages)).text
     if train_on.everything:
         return [_everything(turns, whole)]
-    made: list[_Reversed] = []
+    made: list[Sample] = []  # from the last turn to the first
     for turn in reversed(train_on.turns(chat)):
         spans, own = turns.spans(turn), turns.render(turn + 1).text
         text = made[-1].text if made else whole
         standing = _standing(text, own, spans, end_tokens)
         if not made or standing is None:
-            made.append(_Reversed(own if standing is None else text))
-        made[-1].add(standing or spans, own)
-    return [sample.turned(end_tokens) for sample in reversed(made)] or [Sample(whole, ())]
-
-
-@dataclass
-class _Reversed:
-    """A sample in the making, from its last turn to its first."""
-
-    text: str
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    turns: list[tuple[int, int]] = field(default_factory=list)
-
-    def add(self, spans: Sequence[tuple[int, int]], own: str) -> None:
-        """Adds a turn, whose spans stand in the text, and in `own`, the rendering that ends with it."""
-        filled = [(start, stop) for start, stop in spans if start < stop]
-        self.spans += reversed(filled)
-        if filled:
-            stop = filled[-1][1]
-            self.turns.append((stop, len(own) if self.text.startswith(own) else stop))
-
-    def turned(self, end_tokens: tuple[str, ...]) -> Sample:
-        """The sample, in the order of its text."""
+            made.append(Sample(own if standing is None else text, ()))
+        made[-1].put_first(standing or spans, own)
+    for sample in made:
         # A last span that reaches the end of the text, where no end token stands, is a turn without one.
-        ends = bool(self.spans) and self.spans[0][1] == len(self.text)
-        ends = ends and not self.text.rstrip().endswith(end_tokens)
-        return Sample(self.text, tuple(self.spans[::-1]), ends, tuple(self.turns[::-1]))
+        reaches = bool(sample.spans) and sample.spans[-1][1] == len(sample.text)
+        sample.ends = reaches and not sample.text.rstrip().endswith(end_tokens)
+    return made[::-1] or [Sample(whole, ())]
 
 
 def _standing(

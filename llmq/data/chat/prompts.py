@@ -1,4 +1,4 @@
-"""What stands before an answer: Alpaca's prompt, or a template of the user's own."""
+"""What comes before an answer: Alpaca's prompt, or a template of the user's own."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def show(encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, ma
             if marks and is_trained != inside:
                 body.append("[[" if is_trained else "]]")
             inside = is_trained
-            body.append(_visible(text), style=STYLES[is_trained][number % 2])
+            body.append(printable(text).replace("\n", "\\n\n"), style=STYLES[is_trained][number % 2])
         body.append("]]" if marks and inside else "")
         if len(document.ids) > MAX_TOKENS:
             body.append(f" ... and {len(document.ids) - MAX_TOKENS} more tokens", style="italic")
@@ -62,7 +62,7 @@ def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path 
 
 
 def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> Iterator[tuple[str, bool]]:
-    """Text and mask of each token; tokens that hold parts of one character stand together, as long as masks agree."""
+    """Text and mask of each token; tokens with parts of one character are shown together, where masks agree."""
     at = 0
     while at < len(ids):
         stop, text = at, "\ufffd"
@@ -78,7 +78,3 @@ def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> I
 def printable(text: str) -> str:
     """Text without characters that a terminal obeys, but for line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _visible(text: str) -> str:
-    return printable(text).replace("\n", "\\n\n")

@@ -98,7 +98,7 @@ def _names(tree: nodes.Template) -> frozenset[str]:
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line; a message of the template's own stands alone."""
+    """An error in one line; a message of the template's own is shown alone."""
     words = " ".join(str(error).split())[:300]
     return words if type(error) is TemplateError and words else f"{type(error).__name__}: {words}".rstrip(": ")
 

@@ -27,7 +27,7 @@ class RowSequence(Stream[Row], Protocol):
     """Rows in an order of their own."""
 
     def identity(self) -> Any:
-        """What the rows depend on, as JSON knows it; reads files of this machine whole."""
+        """What the rows depend on, as JSON; reads files of this machine whole."""
         ...
 
 
@@ -48,7 +48,7 @@ class File(Protocol):
         ...
 
     def identity(self) -> Any:
-        """What its rows depend on, as JSON knows it."""
+        """What its rows depend on, as JSON."""
         ...
 
 
@@ -197,39 +197,38 @@ class Mixed:
             skipped = max(skipped - DRAWN_AT_ONCE, 0)
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Rows of a split, as in train[100:200] or train[:10%]: borders count from the end where they are negative."""
+_SLICE = re.compile(r"(-?\d+%?)?:(-?\d+%?)?\]")
 
-    start: str = ""
-    stop: str = ""
 
-    @classmethod
-    def parse(cls, text: str) -> tuple[str, Slice | None]:
-        """The split's name and the slice after it, if there is one; UsageError if that is not one."""
-        name, bracket, rest = text.partition("[")
-        if not bracket:
-            return name, None
-        found = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?\]", rest)
-        if not name or not found:
-            raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
-        for border in found.groups():
-            if border and border.endswith("%") and abs(int(border[:-1])) > 100:
-                raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
-        return name, cls(found[1] or "", found[2] or "")
+def parsed_slice(text: str) -> tuple[str, tuple[str, str] | None]:
+    """A split's name and the borders after it, as in train[100:200] or train[:10%]; UsageError for anything else."""
+    name, bracket, rest = text.partition("[")
+    if not bracket:
+        return name, None
+    found = _SLICE.fullmatch(rest)
+    if not name or not found:
+        raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
+    for border in found.groups(""):
+        if border.endswith("%") and abs(int(border[:-1])) > 100:
+            raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
+    return name, (found[1] or "", found[2] or "")
 
-    def of(self, files: Sequence[File]) -> FileRows:
-        """The sliced rows of `files`, which are counted if the borders need it; percents go to the nearest row."""
-        needs_count = any("%" in border or "-" in border for border in (self.start, self.stop))
-        count = count_rows(files) if needs_count else sys.maxsize
-        start, stop = (
-            round(int(border[:-1]) * count / 100) if border.endswith("%") else int(border) if border else None
-            for border in (self.start, self.stop)
-        )
-        first, end, _ = slice(start, stop).indices(count)
-        if end <= first:
-            raise UsageError(f"the slice [{self.start}:{self.stop}] has no rows: its end must be after its start")
-        return FileRows(tuple(files), first, end if self.stop else None)
+
+def sliced(files: Sequence[File], borders: tuple[str, str]) -> FileRows:
+    """The rows of `files` between borders, which count from the end where they are negative.
+
+    The rows are counted if the borders need it; percents go to the nearest row. UsageError if there are none.
+    """
+    needs_count = any("%" in border or "-" in border for border in borders)
+    count = count_rows(files) if needs_count else sys.maxsize
+    start, stop = (
+        round(int(border[:-1]) * count / 100) if border.endswith("%") else int(border) if border else None
+        for border in borders
+    )
+    first, end, _ = slice(start, stop).indices(count)
+    if end <= first:
+        raise UsageError(f"the slice [{':'.join(borders)}] has no rows: its end must be after its start")
+    return FileRows(tuple(files), first, end if stop is not None else None)
 
 
 def count_rows(files: Sequence[File]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import datasets
-from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence
+from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence, sliced
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.records import all_problems
 from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
@@ -70,7 +70,7 @@ class Found:
         )
 
     def identity(self) -> Any:
-        """What the tokens depend on, as JSON knows it. Files of this machine are read whole for it."""
+        """What the tokens depend on, as JSON. Files of this machine are read whole for it."""
         parts = [_identity(self.train), None if self.evaluation is None else _identity(self.evaluation)]
         return [*parts, self.eval_tokens, self.limit, self.numbered]
 
@@ -265,7 +265,7 @@ def _hub(text: str, eval_fraction: float | None, streaming: bool) -> Found:
     spec = HubSpec.parse(text)
     opened = open_hub_set(spec, streaming=streaming)
     name, files = opened.files(spec.split)
-    train = spec.sliced.of(files) if spec.sliced else FileRows(files)
+    train = sliced(files, spec.borders) if spec.borders else FileRows(files)
     own = opened.splits.get("validation") if name == "train" else None
     found = _split_rows(train, FileRows(tuple(own)) if own else None, eval_fraction, streaming)
     last = opened.repo.rsplit("/", 1)[-1]

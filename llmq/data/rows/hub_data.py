@@ -18,9 +18,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from llmq.cache_folder import cache_folder
-from llmq.data.rows.file_rows import Slice
+from llmq.data.rows.file_rows import parsed_slice
 from llmq.data.rows.row_files import RowFile
-from llmq.data.tokens.cache import key_of
+from llmq.data.tokens.cache import json_or_none, key_of
 from llmq.disk import write_whole
 from llmq.errors import DataError, UsageError
 from llmq.files.hub import TIMEOUT_S, ask, fetch
@@ -47,7 +47,7 @@ class HubSpec:
     revision: str
     config: str | None
     split: str | None
-    sliced: Slice | None
+    borders: tuple[str, str] | None  # of a slice of it
 
     @classmethod
     def parse(cls, text: str) -> HubSpec:
@@ -58,8 +58,8 @@ class HubSpec:
                 f"{text} is neither a path nor a data set of the Hub: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT[:10%]"
             )
         name, revision, config, split = found.groups()
-        split, sliced = Slice.parse(split) if split else (None, None)
-        return cls(name, revision or "main", config or None, split, sliced)
+        split, borders = parsed_slice(split) if split else (None, None)
+        return cls(name, revision or "main", config or None, split, borders)
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
     from huggingface_hub import HfApi, constants
 
     note = cache_folder("hub") / f"{key_of([constants.ENDPOINT, name, revision])}.json"
-    known = _noted(note)
-    if known is not None and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision)):
+    known = json_or_none(note)
+    if isinstance(known, dict) and (constants.HF_HUB_OFFLINE or _COMMIT.fullmatch(revision)):
         return known
     if constants.HF_HUB_OFFLINE:
         raise DataError(
@@ -196,13 +196,6 @@ def _converted_info(name: str, look: Any) -> Any:
     try:
         return look()
     except errors.RevisionNotFoundError:
-        return None
-
-
-def _noted(path: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
         return None
 
 

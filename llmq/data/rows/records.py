@@ -1,4 +1,4 @@
-"""Rows of data before they are tokenized: a Record knows the file and row that it is from, and so does what is wrong.
+"""Rows of data before they are tokenized: a Record names the file and row that it is from, and so does a BadRow.
 
 A row that cannot be used is a value here, not an end: readers give it in the row's place, so that what comes after it
 can still be read, and `BadRows` counts what is left out, in the order of the rows. What breaks a file as

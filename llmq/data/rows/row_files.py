@@ -71,7 +71,7 @@ class RowFile:
         return nullcontext(self)
 
     def identity(self) -> Any:
-        """What its rows depend on, as JSON knows it."""
+        """What its rows depend on, as JSON."""
         return [self.kind, self.delimiter, content_hash(self.path)]
 
     def rows(self, start: int = 0, wanted: Wanted = every) -> Rows:
@@ -79,7 +79,7 @@ class RowFile:
         return (_read_parquet if self.kind == "parquet" else _read_text)(self, start, wanted)
 
     def num_rows(self) -> int:
-        """How many rows the file has; only parquet files know without being read."""
+        """How many rows the file has; parquet files say it without being read."""
         if self.kind == "parquet":
             with _container(_At(self)):
                 return _open_parquet(self).metadata.num_rows
@@ -288,52 +288,36 @@ class _JsonText:
 def _csv_records(file: RowFile, opened: BinaryIO) -> Iterator[tuple[list[str], list[str]]]:
     """The header with the fields' names, and the fields of each row. Bytes that are not UTF-8 spoil only their row."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    lines = _CsvLines(file, opened)
-    rows = csv.reader(lines, delimiter=file.delimiter, strict=True)
-    header = _csv_fields(file, rows, "the header")
-    if header is None:
-        return
-    row = 0
-    lines.begin_row(row)
-    if bad := _bad_header(header):
-        raise DataError(f"{file.name}: the first line names the fields, but {bad}: fix it")
-    while (fields := _csv_fields(file, rows, file.place(row))) is not None:
-        yield header, fields
-        row += 1
-        lines.begin_row(row)
+    text = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
+    row, left, header = -1, MAX_ROW_BYTES, list[str]()  # the header comes before row 0; characters that a row may have
 
+    def lines() -> Iterator[str]:
+        nonlocal left
+        while line := text.readline(left + 1):
+            left -= len(line)
+            if left < 0:  # in one of the many lines that a row may have
+                raise DataError(
+                    f"{file.name if row < 0 else file.place(row)}: the row is longer than {MAX_ROW_BYTES} characters: "
+                    "split it, or check its quotes"
+                )
+            yield line
 
-class _CsvLines:
-    """The lines of a CSV file; DataError within a row that is too long, which may have many of them."""
-
-    def __init__(self, file: RowFile, opened: BinaryIO) -> None:
-        self.lines = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
-        self.file, self.where, self.left = file, file.name, MAX_ROW_BYTES
-
-    def begin_row(self, row: int) -> None:
-        self.where, self.left = self.file.place(row), MAX_ROW_BYTES
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self.lines.readline(self.left + 1)
-        self.left -= len(line)
-        if self.left < 0:
-            raise DataError(
-                f"{self.where}: the row is longer than {MAX_ROW_BYTES} characters: split it, or check its quotes"
-            )
-        if not line:
-            raise StopIteration
-        return line
-
-
-def _csv_fields(file: RowFile, rows: Iterator[list[str]], where: str) -> list[str] | None:
-    try:
-        return next(rows, None)
-    except csv.Error as error:
-        name = where if where.startswith(file.name) else f"{file.name}: {where}"
-        raise DataError(f"{name}: not CSV ({error}): fix the row, or check its quotes") from None
+    rows = csv.reader(lines(), delimiter=file.delimiter, strict=True)
+    while True:
+        try:
+            fields = next(rows, None)
+        except csv.Error as error:
+            where = f"{file.name}: the header" if row < 0 else file.place(row)
+            raise DataError(f"{where}: not CSV ({error}): fix the row, or check its quotes") from None
+        if fields is None:
+            return
+        if row >= 0:
+            yield header, fields
+        elif bad := _bad_header(fields):
+            raise DataError(f"{file.name}: the first line names the fields, but {bad}: fix it")
+        else:
+            header = fields
+        row, left = row + 1, MAX_ROW_BYTES
 
 
 def _bad_header(header: list[str]) -> str:

@@ -24,7 +24,7 @@ REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note 
 
 
 def key_of(identity: Any) -> str:
-    """A name for `identity`, which is anything that JSON knows: 24 hex digits of its SHA-256."""
+    """A name for `identity`, any JSON value: 24 hex digits of its SHA-256."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
@@ -57,7 +57,7 @@ def content_hash(path: Path) -> str:
         found = path.stat()
         state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
         note = cache_folder("hashes") / f"{key_of([str(path.absolute())])}.json"
-        known = _json(note) if found.st_size >= REMEMBERED_BYTES else None
+        known = json_or_none(note) if found.st_size >= REMEMBERED_BYTES else None
         if isinstance(known, dict) and known.get("state") == state:
             return str(known["sha256"])
         digest = hashlib.sha256()
@@ -72,7 +72,8 @@ def content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _json(path: Path) -> Any:
+def json_or_none(path: Path) -> Any:
+    """What a JSON file of ours holds; None where it is absent or damaged, which costs only time."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -190,7 +190,9 @@ def tokenized(work: Work[B, R], position: Position = START) -> Generator[tuple[P
 
     Raises what reading or encoding raises, in the place of the batch where it happened.
     """
-    pool = ThreadPoolExecutor(_at_once(), "llmq-tokenize")
+    # One batch at a time where the tokenizers library is set to use one thread.
+    single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
+    pool = ThreadPoolExecutor(1 if single else AT_ONCE, "llmq-tokenize")
     results = ((after, pool.submit(work.encode, batch)) for after, batch in work.read(position))
     try:
         with closing(ReadAhead(results, READ_AHEAD)) as ahead:
@@ -198,9 +200,3 @@ def tokenized(work: Work[B, R], position: Position = START) -> Generator[tuple[P
                 yield after, result.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _at_once() -> int:
-    """One batch at a time where the tokenizers library is set to use one thread."""
-    single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
-    return 1 if single else AT_ONCE

@@ -1,4 +1,4 @@
-"""Token files in the making: in parts of bounded size, of which the finished ones outlive the process.
+"""Writes token files in parts of bounded size, of which the finished ones outlive the process.
 
 Everything is written in a folder of its own, with a manifest that names the finished parts. An interrupted run that is
 asked for the same (by the key of all that the files are made from) continues after the last finished part, and the
@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents in order, and the files that they fill: `first` tokens in `first_name`, the others in parts of `name`.
+    """Documents in order, and the files that they fill: the first `eval_tokens` in eval.bin, the others in parts.
 
     No part is begun after `limit` tokens in all. One part is `name`.bin, unless files are `numbered` in any case.
     """
@@ -40,11 +40,15 @@ class TokenStream:
     name: str
     work: Work[Any, TokenBatch]
     has_masks: bool = False
-    first_name: str | None = None
-    first: int = 0
+    eval_tokens: int = 0
     limit: int | None = None
     numbered: bool = False
     whole: bool = False  # one part, whatever its size
+
+    @property
+    def num_unnumbered(self) -> int:
+        """Parts before the first that has a number."""
+        return int(self.eval_tokens > 0)
 
 
 class FinishedPart(BaseModel):
@@ -152,7 +156,7 @@ class Producer:
             if self.writer is not None:
                 self.writer.discard()
                 self.writer = None
-        if not self.stream.numbered and len(done.parts) == 1 + (self.stream.first_name is not None):
+        if not self.stream.numbered and len(done.parts) == 1 + self.stream.num_unnumbered:
             # the only part that has a number needs none
             numbered, done.parts[-1].name = done.parts[-1].name, f"{self.stream.name}.bin"
             with storage(self.folder):
@@ -175,8 +179,8 @@ class Producer:
 
     def _part_end(self, tokens: TokenBatch, start: int) -> int | None:
         """Where in a batch, from its token `start`, the part is full and a document ends; None if nowhere."""
-        if self.stream.first_name is not None and not self.done.parts:
-            size = self.stream.first
+        if self.stream.eval_tokens and not self.done.parts:
+            size = self.stream.eval_tokens
         elif self.stream.whole:
             return None
         else:
@@ -212,8 +216,8 @@ class Producer:
 
     def _name(self) -> str:
         """That of the part that is being written."""
-        number = len(self.done.parts) - (self.stream.first_name is not None)
-        return f"{self.stream.first_name}.bin" if number < 0 else f"{self.stream.name}-{number:03d}.bin"
+        number = len(self.done.parts) - self.stream.num_unnumbered
+        return "eval.bin" if number < 0 else f"{self.stream.name}-{number:03d}.bin"
 
 
 def is_whole(entry: Path) -> bool:

@@ -75,12 +75,11 @@ class Sidecar(BaseModel):
         """What lies beside `token_file`, or None; DataError if it is unreadable or of another file."""
         path = sidecar_name(token_file)
         fix = "make the token file again, or delete the sidecar to use the tokens without it"
-        try:
-            sidecar = cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}): {fix}") from None
+        try:
+            with reading(path, fix):
+                sidecar = cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"

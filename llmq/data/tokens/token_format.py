@@ -90,7 +90,7 @@ class Header:
         return self.table_at + CHECKSUM.itemsize * self.num_blocks
 
     def to_bytes(self) -> bytes:
-        """The header as it stands in a file of version 3."""
+        """The bytes of the header in a file of version 3."""
         assert self.version == NEWEST
         sha256 = bytes.fromhex(self.tokenizer_sha256 or "00" * 32)
         counts = (self.num_tokens, self.num_documents, self.vocab_size, int(self.has_masks))

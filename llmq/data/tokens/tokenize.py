@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmq.data.chat.counts import Counts, notes
-from llmq.data.chat.encode import ChatEncoder, EncodeOptions, Encoder
+from llmq.data.chat.encode import EncodeOptions, Encoder
 from llmq.data.chat.overlong import Encoded
 from llmq.data.chat.samples import show
-from llmq.data.chat.template import template_note
 from llmq.data.rows.find_sources import find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
@@ -107,7 +106,10 @@ def tokenize_data(
     if eval_fraction is not None and not 0 <= eval_fraction < 1:
         raise UsageError(f"--eval-fraction {eval_fraction} is not in the range from 0 to below 1")
     found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
-    name = _short(tokenizer) if tokenizer is not None else f"bpe{train_tokenizer}"
+    name = f"bpe{train_tokenizer}"
+    if tokenizer is not None:
+        is_folder = Path(tokenizer).is_dir()
+        name = (Path(tokenizer).resolve().name if is_folder else tokenizer.rsplit("/", 1)[-1]).lower()
     folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name}"
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
@@ -196,15 +198,8 @@ def _clear(work: Path) -> None:
 def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     found = request.found
     has_masks = encoder is not None and encoder.makes_masks
-    train = TokenStream(
-        "train",
-        request.work(found.train, encoder),
-        has_masks,
-        first_name="eval" if found.eval_tokens else None,
-        first=found.eval_tokens,
-        limit=found.limit,
-        numbered=found.numbered,
-    )
+    work = request.work(found.train, encoder)
+    train = TokenStream("train", work, has_masks, found.eval_tokens, found.limit, found.numbered)
     if found.evaluation is None:
         return [train]
     return [train, TokenStream("eval", request.work(found.evaluation, encoder), has_masks, whole=True)]
@@ -253,7 +248,7 @@ def _sidecar(request: Request, part: FinishedPart, encoder: Encoder | None, ends
             eos_token=tokenizer.eos_token,
             eos_token_id=tokenizer.eos_token_id,
         ),
-        chat_template=template_note(encoder.templates) if isinstance(encoder, ChatEncoder) else None,
+        chat_template=encoder.template_note if encoder else None,
     )
 
 
@@ -325,8 +320,3 @@ def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int 
     remove_leftovers(folder)
     with storage(folder):
         replace_folder(folder, work)
-
-
-def _short(tokenizer: str) -> str:
-    """A tokenizer's name as part of a folder's name."""
-    return Path(tokenizer).resolve().name.lower() if Path(tokenizer).is_dir() else tokenizer.rsplit("/", 1)[-1].lower()

@@ -71,6 +71,10 @@ class TextTokenizer:
             raise DataError(f"{path} has an empty vocabulary: get the tokenizer's files again")
         added = {token.content for token in encoder.get_added_tokens_decoder().values()}
         eos = _eos_token(folder, vocabulary, added, eos_token)
+        # The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too.
+        encoding = encoder.encode("a")
+        special = encoding.special_tokens_mask
+        begin_ids = tuple(encoding.ids[: special.index(0)]) if 0 in special else ()
         return cls(
             folder=folder,
             source=str(folder.resolve()) if is_local else source,
@@ -80,7 +84,7 @@ class TextTokenizer:
             vocab_size=max(vocabulary.values()) + 1,
             eos_token=eos,
             eos_token_id=vocabulary[eos],
-            begin_ids=_begin_ids(encoder),
+            begin_ids=begin_ids,
             in_pieces=in_pieces,
         )
 
@@ -88,13 +92,6 @@ class TextTokenizer:
 def num_ids(source: str) -> int:
     """How large a vocabulary has all ids of a tokenizer."""
     return TextTokenizer.open(source).vocab_size
-
-
-def _begin_ids(encoder: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too."""
-    encoding = encoder.encode("a")
-    is_special = encoding.special_tokens_mask
-    return tuple(encoding.ids[: is_special.index(0)]) if 0 in is_special else ()
 
 
 def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str], wanted: str | None) -> str:

@@ -201,7 +201,7 @@ def test_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_steps", "batches"), [(None, 3), (2, 2), (9, 3), (0, 0)])
 def test_evaluation_goes_through_the_file_and_fills_up_with_untrained_rows(tmp_path: Path, num_steps, batches) -> None:
     windows = make_windows(tmp_path, 8)
-    got = list(eval_batches(windows, 3, T, num_steps))
+    got = list(eval_batches(windows, 3, num_steps))
     assert len(got) == batches
     seen = [
         int(row[0]) for batch in got for row, target in zip(batch.tokens, batch.targets, strict=True) if target[0] >= 0
@@ -224,7 +224,7 @@ def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path
         for batch in (loader.next(), loader.next()):
             assert batch.borders is not None and batch.borders.dtype == np.int32
             assert batch.borders.tolist() == [[0, 1 + n % 3, T] for n in batch.tokens[:, 0]]
-    last = list(eval_batches(windows, 3, T))[-1].borders
+    last = list(eval_batches(windows, 3))[-1].borders
     assert last is not None and last.tolist() == [[0, 1, T], [0, 2, T], [0, T, T]]
 
 
@@ -309,7 +309,7 @@ def test_evaluation_needs_a_token_to_predict_and_training_a_window(tmp_path: Pat
 def test_evaluation_has_the_tail_of_its_file(tmp_path: Path) -> None:
     data = open_data(options_of(tmp_path, 41, 2 * T + 3), 9, 0)
     assert data.eval is not None
-    batches = list(eval_batches(data.eval, 2, T))
+    batches = list(eval_batches(data.eval, 2))
     targets = np.concatenate([batch.targets for batch in batches])
     assert targets[targets != -100].tolist() == [n % 9 for n in range(1, 2 * T + 3)]
 

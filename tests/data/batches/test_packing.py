@@ -169,6 +169,6 @@ def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tok
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:
     packs = packs_of([write(tmp_path / "a.bin", [5, 7, 3, 9, 4])], 10, 0, 3)
-    batches = list(eval_batches(packs, 2, 10))
+    batches = list(eval_batches(packs, 2))
     assert packs.num_windows == 3 and [b.borders.shape for b in batches] == [(2, 4)] * 2
     assert batches[1].borders[1].tolist() == [0, 10, 10, 10] and (batches[1].targets[1] == -100).all()

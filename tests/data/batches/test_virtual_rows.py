@@ -80,7 +80,7 @@ def test_packs_hold_the_same_documents(file, max_docs):
 
 def test_empty_rows_and_rows_without_virtual_tokens_are_counted(file):
     windows = Windows([file], RowForm(8 + N, VOCAB, num_virtual=N), with_tails=True)
-    *_, last = eval_batches(windows, windows.num_windows - 1, 8 + N)
+    *_, last = eval_batches(windows, windows.num_windows - 1)
     assert last.tokens.any(axis=1).sum() == 1 and last.num_virtual == N
     assert last.num_tokens == 8 * len(last.tokens) and 0 < last.num_real <= 8
     plain = Batch(last.tokens, last.targets)

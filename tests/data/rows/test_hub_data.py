@@ -291,7 +291,7 @@ def test_what_is_not_there_is_said(told: Told, name: str, kind: str, says: str) 
 def test_a_spec_in_parts() -> None:
     spec = HubSpec.parse("wikitext:wikitext-2-raw-v1:train[:10%]")
     assert (spec.name, spec.config, spec.split, spec.revision) == ("wikitext", "wikitext-2-raw-v1", "train", "main")
-    assert spec.sliced is not None and spec.sliced.stop == "10%"
+    assert spec.borders == ("", "10%")
     spec = HubSpec.parse("org/name@refs/pr/1::test")
     assert spec == HubSpec("org/name", "refs/pr/1", None, "test", None)
     for text in ("a:b:c:d", "a[1:2]", "", ":b", "a:b:", "a:b:[1:2]", "a:b:c[1]"):

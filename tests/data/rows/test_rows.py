@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, Slice, train_test_order
+from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, parsed_slice, sliced, train_test_order
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.stream import START, Position
@@ -130,10 +130,10 @@ def test_drawn_rows_are_those_of_datasets() -> None:
 )  # fmt: skip
 def test_slices_are_those_of_datasets(tmp_path: Path, text: str, wanted: tuple[int, int]) -> None:
     """Percents go to the nearest row, as `load_dataset(..., split=text)` has it."""
-    name, sliced = Slice.parse(text)
+    name, borders = parsed_slice(text)
     assert name == "train"
     files = files_of(tmp_path, [10, 7])
-    rows = sliced.of(files) if sliced else FileRows(files)
+    rows = sliced(files, borders) if borders else FileRows(files)
     assert numbers(rows) == list(range(*wanted))
 
 
@@ -142,14 +142,12 @@ def test_slices_are_those_of_datasets(tmp_path: Path, text: str, wanted: tuple[i
 )
 def test_what_is_no_slice(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not a split with a slice|is beyond 100%"):
-        Slice.parse(text)
+        parsed_slice(text)
 
 
 def test_a_slice_without_rows_is_refused(tmp_path: Path) -> None:
-    sliced = Slice.parse("train[5:5]")[1]
-    assert sliced is not None
     with pytest.raises(UsageError, match=r"\[5:5\] has no rows"):
-        sliced.of(files_of(tmp_path, [9]))
+        sliced(files_of(tmp_path, [9]), ("5", "5"))
 
 
 class Remote(RowFile):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from llmq.data.rows.request import Request
 from llmq.data.tokens import pipeline, produce
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenize import cache_entry, cached, settled, tokenize_data
+from llmq.data.tokens.tokenize import cached, tokenize_data
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, StorageError
 
@@ -266,7 +267,7 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, monkeyp
 
     def entry(fraction: float | None = None, **options: Any) -> Path:
         found, tokenizer = find(inputs=[str(path)], eval_fraction=fraction), TextTokenizer.open(str(folder))
-        return cache_entry(Request(found, tokenizer, EncodeOptions(**options)))
+        return Request(found, tokenizer, EncodeOptions(**options)).entry
 
     assert entry() == entry(0.1)
     found = [
@@ -295,25 +296,26 @@ def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Pat
     reads: list[str] = []
 
     class Asked(Request):
-        def has_turns(self) -> bool:
+        @cached_property
+        def first_rows(self) -> list[Record]:
             reads.append(self.found.title)
-            return super().has_turns()
+            return Request.first_rows.func(self)
 
     def ask(path: Path, seq_len: int, overlong: str = "turns") -> Request:
         options = EncodeOptions(seq_len=seq_len, overlong=overlong)
-        return settled(Asked(find(inputs=[str(path)]), tokenizer, options))
+        return Asked(find(inputs=[str(path)]), tokenizer, options).settled()
 
     asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
     pairs = rows(tmp_path)
     for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (pairs, 2)):
         reads.clear()
-        made = {cache_entry(ask(path, seq_len)) for seq_len in (30, 40)}
+        made = {ask(path, seq_len).entry for seq_len in (30, 40)}
         assert len(made) == entries and len(reads) == (0 if path.suffix == ".txt" else 2)
         for seq_len in (30, 40):
             cached(ask(path, seq_len), **asked)
         reads.clear()
-        assert {cache_entry(ask(path, seq_len)) for seq_len in (30, 40)} == made and not reads
-        assert len({cache_entry(ask(path, seq_len, "drop")) for seq_len in (30, 40)} | made) == 2 + len(made)
+        assert {ask(path, seq_len).entry for seq_len in (30, 40)} == made and not reads
+        assert len({ask(path, seq_len, "drop").entry for seq_len in (30, 40)} | made) == 2 + len(made)
 
 
 def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
@@ -360,7 +362,7 @@ def test_nothing_half_written_gets_into_an_entry(tmp_path: Path, small, small_to
 
     with pytest.raises(KeyboardInterrupt):
         cached(request, on_progress=stop, say=print)
-    entry = cache_entry(request)
+    entry = request.entry
     work = entry.with_name(entry.name + ".partial")
     for name in (".train-000.bin.0.tmp", ".tokenizer.0.tmp/tokenizer.json"):  # as a kill leaves them
         (work / name).parent.mkdir(exist_ok=True)

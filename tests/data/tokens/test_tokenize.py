@@ -74,12 +74,12 @@ def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenize
     assert train.tokens.tolist() == reference(small_tokenizer, texts[:9] + texts[10:19], 0)
     sidecar = Sidecar.read(out / "train.bin", train.num_tokens)
     assert sidecar is not None and sidecar.num_documents == 18 and sidecar.text == (str(tmp_path / "*.txt"),)
-    assert sidecar.tokenizer.source == str(small_tokenizer) and sidecar.tokenizer.vocab_size == train.vocab_size
+    assert sidecar.tokenizer.source == str(small_tokenizer) and sidecar.tokenizer.vocab_size == train.header.vocab_size
     assert "ends with <|endoftext|>" in sidecar.document_rule and "whole documents" in sidecar.document_rule
     assert seen[-1] == (20 * 12, 20 * 12)
     assert (out / "tokenizer/tokenizer.json").read_bytes() == (small_tokenizer / "tokenizer.json").read_bytes()
     options = DataOptions(train_file=str(out / "train.bin"), eval_file=str(out / "eval.bin"), **SMALL)
-    assert open_data(options, train.vocab_size, 0).tokenizer_folder() == out / "tokenizer"  # type: ignore[arg-type]
+    assert open_data(options, train.header.vocab_size, 0).tokenizer_folder() == out / "tokenizer"  # type: ignore[arg-type]
 
 
 def test_files_of_two_tokenizers_are_not_mixed(tmp_path: Path, small_tokenizer: Path) -> None:
