@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, engine_of, plan_of, tiny
 
-from llmq.comm.rendezvous import Store, StoreServer
+from llmq.comm.store import StoreServer
 from llmq.comm.tcp import TcpWorld
 from llmq.data.batches.batch import Batch
 from llmq.plan.memory import Memory
@@ -105,7 +105,7 @@ def on_two_gpus(rank_process, limit_s):
 
 def join(rank, port):
     """What a process of `on_two_gpus` talks with the other one through, over sockets."""
-    return TcpWorld(Store.join("127.0.0.1", port, rank, 2, TOKEN, 60.0), rank, 2)
+    return TcpWorld("127.0.0.1", port, rank, 2, TOKEN, 60.0)
 
 
 def same(one, other):

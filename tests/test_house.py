@@ -74,7 +74,7 @@ OWNERS = {
     "LogOptions": "llmq.training.log",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
-    "LaunchOptions": "llmq.comm.start",
+    "LaunchOptions": "llmq.comm.launch",
     "RunOptions": "llmq.training.job",
 }
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)

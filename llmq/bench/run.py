@@ -23,8 +23,8 @@ from llmq.bench.ranks import by_ranks
 from llmq.bench.request import DEFAULT_LEVEL, check, shared
 from llmq.bench.results import Change, compare, document, save
 from llmq.bench.wanted import DEFAULTS, Wanted, fitting_plan, measured_alone
+from llmq.comm.environment import gpu_index, recognised
 from llmq.comm.join import copied_in_words, join_world
-from llmq.comm.launch import gpu_index, recognised
 from llmq.comm.world import ALONE, World
 from llmq.errors import MemoryLimitError
 from llmq.hardware import blas, device

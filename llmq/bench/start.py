@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmq.bench.request import check, shared
-from llmq.comm.cores import cores_of_ranks
-from llmq.comm.group import Group, run_group
-from llmq.comm.job_token import drawn_token
-from llmq.comm.launch import recognised
+from llmq.comm.environment import Place, recognised
+from llmq.comm.join import drawn_token
+from llmq.comm.launch import Group, run_group
 from llmq.errors import UsageError
 from llmq.hardware import device
+from llmq.hardware.cores import cores_of_ranks
 from llmq.options.bench import BenchOptions
 
 PROGRAM = "llmq.cli.start:bench"  # what every rank runs
@@ -35,6 +35,5 @@ def started(request: BenchOptions, training: Mapping[str, Any], arguments: Seque
         return None
     check(request, training, device.pick_device(shared(training).system), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
-        command = (PROGRAM, *arguments)
-        cores = cores_of_ranks(num, addresses)
-        return run_group(Group(command, num, drawn_token(), Path(logs), kind="--gpus", cores=cores))
+        first = Place(0, num, 0, num, "127.0.0.1", 0, drawn_token(), "--gpus")
+        return run_group(Group((PROGRAM, *arguments), first, Path(logs), cores_of_ranks(num, addresses)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from llmq.cli import shell
-from llmq.comm.launch import JOIN_S, TRAIN
+from llmq.comm.environment import JOIN_S, TRAIN
 from llmq.errors import UsageError
 from llmq.options.parse import Options
 
@@ -19,14 +19,14 @@ PROGRAM = "llmq.cli.start:train"  # what every rank runs
 
 def started(options: Options, arguments: Sequence[str]) -> int | None:
     """The exit code of the processes that `llmq-train` starts by its options; None if this process is to train."""
-    from llmq.comm.launch import recognised
-    from llmq.comm.start import starts_ranks
+    from llmq.comm.environment import recognised, starts_ranks
     from llmq.hardware import device
 
-    if options.to_flat()["dry_run"]:
+    flat = options.to_flat()
+    if flat["dry_run"]:
         return None
     gpus = device.asked_gpus(options.system)
-    if not starts_ranks(options.launch, recognised(os.environ, gpus), gpus):
+    if not starts_ranks(flat["launcher"], recognised(os.environ, gpus), gpus):
         return None
     return _start(options, arguments, Machines(), gpus=gpus)
 
@@ -97,7 +97,7 @@ def command(
 ) -> int:
     """Starts this machine's ranks and waits for them; returns the exit code."""
     from llmq.cli.train import options_of
-    from llmq.comm.launch import recognised
+    from llmq.comm.environment import recognised
 
     if (gpus is None) == (procs is None):
         raise UsageError("give --gpus N for GPUs, or --procs N for processes on the CPU")
@@ -131,32 +131,32 @@ def _start(
     start: tuple[str, ...] = TRAIN,
 ) -> int:
     """Starts the ranks of this machine, or those of a Ray cluster; returns the exit code."""
-    from llmq.comm.cores import cores_of_ranks
-    from llmq.comm.group import Group
-    from llmq.comm.job_token import derived_token, drawn_token
-    from llmq.comm.start import counts_here, start_group
+    from llmq.comm.environment import RAY, Place
+    from llmq.comm.join import derived_token, drawn_token
+    from llmq.comm.launch import Group, start_group
     from llmq.hardware import device
+    from llmq.hardware.cores import cores_of_ranks
 
-    here = counts_here(options.launch)
+    here = options.to_flat()["launcher"] != RAY  # else GPUs are counted in the cluster, and Ray chooses cores
     addresses = device.gpu_addresses(gpus) if gpus is not None and here else None
     num = procs or (len(addresses) if addresses is not None else gpus or 0)
     token = os.environ.get("LLMQ_JOB_TOKEN") or (
         drawn_token() if machines.count == 1 else derived_token(f"llmq-launch {machines.host}:{machines.port}")
     )
-    group = Group(
-        command=(PROGRAM, *arguments),
-        num=num,
-        token=token,
-        logs=Path(options.to_flat()["log_file"]).parent,
-        kind="llmq-launch" if procs or machines.count > 1 else "--gpus",
+    first = Place(
+        rank=machines.rank * num,
         size=machines.count * num,
-        first=machines.rank * num,
-        host=machines.host,
-        port=machines.port,
-        cores=cores_of_ranks(num, addresses) if here else (),
+        local_rank=0,
+        local_size=num,
+        master_addr=machines.host,
+        master_port=machines.port,
+        token=token,
+        kind="llmq-launch" if procs or machines.count > 1 else "--gpus",
         join_s=machines.join_s,
         start=start,
     )
+    logs = Path(options.to_flat()["log_file"]).parent
+    group = Group((PROGRAM, *arguments), first, logs, cores_of_ranks(num, addresses) if here else ())
     return start_group(options.launch, group, on_gpus=procs is None)
 
 

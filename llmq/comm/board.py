@@ -6,10 +6,17 @@ from anyone for one tick, not for an hour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 SILENCE = 0.75  # of the patience: a rank that is not heard is lost
 SETTLED = 0.25  # of the patience: what the ranks say fits together again
+BEATS = 10  # in the time of the patience, and at least one a second
+
+
+def seconds_of_beat(patience: float) -> float:
+    """From one sign of life to the next."""
+    return min(1.0, patience / BEATS)
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,11 @@ class Beat:
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that is lost, or the launcher (None): why, where it was last seen, its Python stacks if it could say."""
+    """A rank that is lost, or the launcher (None): why, and where it was last seen."""
 
     rank: int | None
     why: str
-    beat: Beat | None
-    stacks: str = ""
+    beat: Beat | None = None
 
     def __str__(self) -> str:
         where = f" (last seen in {self.beat})" if self.beat else ""
@@ -44,8 +50,8 @@ class LostRank:
 
 
 @dataclass
-class _Rank:
-    """`silent` and `still` are seconds: since it was heard, and since what it says has changed."""
+class Watched:
+    """What is known of a rank. `silent` and `still` are seconds: since it was heard, and since what it says changed."""
 
     beat: Beat | None = None
     doing: str = ""  # something that may take long
@@ -54,91 +60,62 @@ class _Rank:
     has_left: bool = False
     problem: str = ""  # why it is lost, if that is known at once
 
-
-@dataclass
-class Board:
-    """The ranks that are watched, of `size`. A rank that is lost is found within `patience` seconds."""
-
-    size: int
-    patience: float = 0.0
-    _ranks: dict[int, _Rank] = field(default_factory=dict)
-
-    def begin(self, rank: int, patience: float) -> None:
-        """A rank is watched from now on; the longest patience holds for all."""
-        self._ranks[rank] = _Rank()
-        self.patience = max(self.patience, patience)
-
-    def heard(self, rank: int, beat: Beat, doing: str) -> None:
+    def hear(self, beat: Beat, doing: str) -> None:
         """A sign of life; `doing` names what may take long, and is empty if nothing does."""
-        found = self._ranks[rank]
-        found.silent = 0.0
-        if (beat, doing) != (found.beat, found.doing):
-            found.beat, found.doing, found.still = beat, doing, 0.0
+        self.silent = 0.0
+        if (beat, doing) != (self.beat, self.doing):
+            self.beat, self.doing, self.still = beat, doing, 0.0
 
-    def left(self, rank: int) -> None:
-        """A rank has come to its end."""
-        self._ranks[rank].has_left, self._ranks[rank].still = True, 0.0
-
-    def lose(self, rank: int, why: str) -> None:
-        """A rank has failed or disappeared, be it before it was watched."""
-        self._ranks.setdefault(rank, _Rank()).problem = why
-
-    def knows(self, rank: int) -> bool:
-        """Whether a rank is watched, was, or is lost."""
-        return rank in self._ranks
-
-    def beat(self, rank: int) -> Beat | None:
-        """What it said last."""
-        return self._ranks[rank].beat if rank in self._ranks else None
+    def leave(self) -> None:
+        """It has come to its end."""
+        self.has_left, self.still = True, 0.0
 
     def tick(self, seconds: float) -> None:
         """Time passes."""
-        for rank in self._ranks.values():
-            rank.silent += seconds
-            rank.still += seconds
+        self.silent += seconds
+        self.still += seconds
 
-    def lost(self) -> list[LostRank]:
-        """The ranks that are lost by now: those that ended or are silent, else those that the others wait for."""
-        reasons = {number: self._absent(rank) for number, rank in self._ranks.items()}
-        if not any(reasons.values()):
-            reasons = self._waited_for()
-        return [LostRank(number, why, self._ranks[number].beat) for number, why in sorted(reasons.items()) if why]
+    def absence(self, patience: float) -> str:
+        """Why it is lost, whatever the others do; empty if it is not."""
+        if not self.problem and not self.has_left and self.silent >= SILENCE * patience:
+            return f"no sign of life for {self.silent:.0f} s: its process, or its machine, is stopped or cut off"
+        return self.problem
 
-    def _absent(self, rank: _Rank) -> str:
-        if rank.problem:
-            return rank.problem
-        if not rank.has_left and rank.silent >= SILENCE * self.patience:
-            return f"no sign of life for {rank.silent:.0f} s: its process, or its machine, is stopped or cut off"
-        return ""
+    def is_stuck(self, patience: float) -> bool:
+        """Whether it has stood still for as long as the patience is, with nothing that may take long."""
+        return self.still >= patience and not self.doing and not self.has_left
 
-    def _waited_for(self) -> dict[int, str]:
-        """Why others wait, by the rank that makes them.
 
-        A rank waits if it has been in one collective for as long as the patience is. It waits for those that have begun
-        the fewest, unless these do something that may take long; if all have begun the same, that one never ends.
-        All of these must have stood still for so long: one that just came may have released the others. What ranks say
-        is as old as their last beat, so there is no judgement until none has said anything new for a while.
-        """
-        here = [rank for rank in self._ranks.values() if not rank.has_left]
-        counts = {number: rank.beat.count for number, rank in self._ranks.items() if rank.beat}
-        if len(counts) < self.size or min((rank.still for rank in here), default=0.0) < SETTLED * self.patience:
-            return {}
-        waiting = {number for number in counts if self._is_stuck(number) and self._is_inside(number)}
-        lowest = min(counts.values())
-        behind = {number for number, count in counts.items() if count == lowest}
-        if not waiting or any(self._ranks[number].still < self.patience for number in behind):
-            return {}
-        stuck = {number for number in behind if self._is_stuck(number)}
-        seconds = round(max((self._ranks[number].still for number in stuck), default=0.0))
-        if waiting <= behind:
-            return dict.fromkeys(waiting, f"it does not come out of a collective for {seconds} s")
-        reasons = dict.fromkeys(stuck, f"it stands still for {seconds} s, and others wait for it")
-        return reasons | {n: "it has ended, and others wait for it" for n in behind if self._ranks[n].has_left}
+def lost_ranks(ranks: Mapping[int, Watched], size: int, patience: float) -> list[LostRank]:
+    """The ranks that are lost by now: those that ended or are silent, else those that the others wait for.
 
-    def _is_inside(self, number: int) -> bool:
-        beat = self._ranks[number].beat
-        return beat is not None and bool(beat.collective)
+    `ranks` has those of `size` that are watched, or have ended. A rank that is lost is found within `patience` seconds.
+    """
+    reasons = {number: why for number, rank in ranks.items() if (why := rank.absence(patience))}
+    reasons = reasons or _waited_for(ranks, size, patience)
+    return [LostRank(number, why, ranks[number].beat) for number, why in sorted(reasons.items())]
 
-    def _is_stuck(self, number: int) -> bool:
-        rank = self._ranks[number]
-        return rank.still >= self.patience and not rank.doing and not rank.has_left
+
+def _waited_for(ranks: Mapping[int, Watched], size: int, patience: float) -> dict[int, str]:
+    """Why others wait, by the rank that makes them.
+
+    A rank waits if it has been in one collective for as long as the patience is. It waits for those that have begun the
+    fewest, unless these do something that may take long; if all have begun the same, that one never ends. All of these
+    must have stood still for so long: one that just came may have released the others. What ranks say is as old as
+    their last beat, so there is no judgement until none has said anything new for a while.
+    """
+    beats = {number: rank.beat for number, rank in ranks.items() if rank.beat}
+    newest = min((rank.still for rank in ranks.values() if not rank.has_left), default=0.0)
+    if len(beats) < size or newest < SETTLED * patience:
+        return {}
+    stuck = {number for number, rank in ranks.items() if rank.is_stuck(patience)}
+    waiting = {number for number in stuck if beats[number].collective}
+    lowest = min(beat.count for beat in beats.values())
+    behind = {number for number, beat in beats.items() if beat.count == lowest}
+    if not waiting or any(ranks[number].still < patience for number in behind):
+        return {}
+    seconds = round(max((ranks[number].still for number in behind & stuck), default=0.0))
+    if waiting <= behind:
+        return dict.fromkeys(waiting, f"it does not come out of a collective for {seconds} s")
+    reasons = dict.fromkeys(behind & stuck, f"it stands still for {seconds} s, and others wait for it")
+    return reasons | {n: "it has ended, and others wait for it" for n in behind if ranks[n].has_left}

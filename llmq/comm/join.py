@@ -1,22 +1,42 @@
-"""A rank joins the others: its place and its device to the world that they talk in."""
+"""A rank joins the others: its place and its device to the world that they talk in.
+
+Ranks prove to each other that they belong to one job of one user, by a token: LLMQ_JOB_TOKEN, where it is set. `--gpus
+N`, Ray and MPI draw one for their processes. Elsewhere it follows from a secret of the user, a file that the first run
+makes in the cache folder, and the name of the job: so the machines of a cluster that share their home folders need no
+token, and others do.
+"""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llmq.comm.job_token import NO_SHARED_HOME, derived_token
-from llmq.comm.launch import MPI, Place
-from llmq.comm.peer_copies import NO_COPIES, Copying
-from llmq.comm.world import OneRank, World
-from llmq.errors import WorldError
-from llmq.hardware.device import Device
+from llmq.cache_folder import cache_folder
+from llmq.comm.environment import MPI, Place
+from llmq.comm.world import NO_COPIES, Copying, OneRank, World
+from llmq.disk import storage
+from llmq.errors import UsageError, WorldError
+
+if TYPE_CHECKING:
+    from llmq.hardware.device import Device
+
+NO_SHARED_HOME = (
+    "where the machines of a run do not share the home folder, set LLMQ_JOB_TOKEN to the same random text on each "
+    "(such as the output of `openssl rand -hex 16`, kept in a secret of the cluster)"
+)
 
 
 def join_world(place: Place | None, device: Device, copying: Copying = NO_COPIES) -> World:
     """The world of this rank, once all ranks have come. WorldError, which names those that have not, if they do not.
 
-    That of the host is MPI's where MPI started the ranks, else one of sockets. GPUs have NCCL's beside it, on the
-    current device, and copy engines for what `copying` says, on which a UsageError is as `NcclWorld` has it.
+    That of the host is one of sockets. GPUs have NCCL's beside it, on the current device, and copy engines for what
+    `copying` says, on which a UsageError is as `NcclWorld` has it.
     """
     if place is None or place.size == 1:
         return OneRank()
@@ -35,21 +55,58 @@ def copied_in_words(world: World) -> str:
 
 def _host_world(place: Place) -> World:
     """The world for what is in host memory. Rank 0 keeps the store where ranks meet, unless the launcher does."""
-    if place.kind in MPI:
-        from llmq.comm.mpi import MpiWorld
-
-        return MpiWorld()
-    from llmq.comm.rendezvous import Store, StoreServer
+    from llmq.comm.store import StoreServer
     from llmq.comm.tcp import TcpWorld
 
-    token = place.token or derived_token(place.job)
+    by_mpi = place.kind in MPI
+    address, port = place.master_addr, place.master_port
+    token = place.token or (drawn_token() if by_mpi else derived_token(place.job))
     if place.rank == 0 and not place.has_store:
-        server = StoreServer(place.master_addr, place.master_port, place.size, token, place.join_s)
+        server = StoreServer(address, port, place.size, token, place.join_s)
         atexit.register(server.close)  # which gives the other ranks time to leave
+        port = server.port
+    if by_mpi:
+        from llmq.comm.mpi import of_first_rank
+
+        address, port, token = of_first_rank([address, port, token])
     try:
-        store = Store.join(place.master_addr, place.master_port, place.rank, place.size, token, place.join_s)
+        return TcpWorld(address, port, place.rank, place.size, token, place.join_s)
     except WorldError as error:
-        if place.token is None and place.local_size != place.size:
+        if place.token is None and not by_mpi and place.local_size != place.size:
             raise WorldError(f"{error}; {NO_SHARED_HOME}") from error
         raise
-    return TcpWorld(store, place.rank, place.size)
+
+
+def drawn_token() -> str:
+    """A new one, for processes that get it from this one."""
+    return secrets.token_hex(16)
+
+
+def derived_token(job: str) -> str:
+    """That of this user and this job. StorageError if the secret can be neither read nor made."""
+    return hmac.new(_secret(), job.encode(), hashlib.sha256).hexdigest()
+
+
+def _secret() -> bytes:
+    """The user's secret; UsageError if others can read it."""
+    path = cache_folder("job") / "secret"
+    with storage(path, "the secret of jobs cannot be made"):
+        if not path.exists():
+            _make(path)
+        found = path.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UsageError(f"{path} can be read by others: delete it, and the next run makes a new one")
+        return path.read_bytes()
+
+
+def _make(path: Path) -> None:
+    """The file appears whole, and only once however many ranks begin together: a link is never made over another."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"secret.{secrets.token_hex(8)}")
+    try:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,294 +1,264 @@
-"""Who a process is among the ranks of a run, read off the variables that its launcher sets.
+"""The ranks of one machine: started together, watched, ended together, and started again if that is asked for.
 
-Known are our own (set by `--gpus N`, `llmq-launch` and Ray's actors), torchrun's, srun's, and those of Open MPI and
-MPICH. One launcher may start another, as in `srun torchrun`: the inner one counts, which is the first of that list.
-
-The store at which ranks meet (llmq/comm/rendezvous.py) has a port of its own: torchrun's is taken by its own store, and
-Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, and LLMQ_MASTER_ADDR the
-address that follows from srun's variables.
+Each rank is a process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, which passes
+every signal on, once to each rank. Rank 0 writes where the launcher does, the others to files. A rank that fails is
+missed by the others, whose watchdog ends them; those that have not ended after 20 s are ended here.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from llmq.comm.node_list import node_names, tasks_of_nodes
-from llmq.errors import UsageError
+from llmq.comm.environment import RAY, Place
+from llmq.comm.rank_process import CORES, LAUNCHER
+from llmq.comm.store import StoreServer, in_words
+from llmq.disk import storage
+from llmq.errors import INTERRUPTED, TERMINATED, UsageError, WorldError
 
-MPI = ("Open MPI", "MPICH")  # the kinds whose ranks find each other through MPI itself
-HIDING = ("srun", *MPI)  # the kinds that may show each rank its own GPU alone, as srun --gpus-per-task=1 does
-FIRST_PORT, NUM_PORTS = 20_000, 12_000  # for stores: below the ports that Linux gives to outgoing connections
-JOIN_S = 600.0  # that a rank waits for the others to come; LLMQ_JOIN_TIMEOUT overrides it
-WATCHDOG_S = 60.0  # in which a rank that is lost is found; LLMQ_WATCHDOG_SECONDS overrides it
-TRAIN = ("llmq-train",)  # what starts a process on its own, and with its options --gpus and --launcher ranks
-OUR_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+if TYPE_CHECKING:
+    from llmq.options.run import LaunchOptions
+
+ENDINGS = ((20.0, signal.SIGTERM), (28.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
+POLL_S = 0.05
+TAIL = 20  # lines of a rank's output that are shown when it fails
+SIGNALS = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGHUP: TERMINATED,
+    signal.SIGUSR1: TERMINATED,
+}
+PLANNED = (0, *sorted(set(SIGNALS.values())))  # exit codes of ranks that ended because they were done, or asked to
+AGAIN = (1, WorldError.exit_code)  # exit codes after which another try can go better
+TRIES_TO_END = 3  # signals that end a run: one after the step, one at once, one by SIGKILL
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank of a run, by its launcher.
+class Group:
+    """What is started on a machine: all its ranks, from `first` on, where port 0 is any that is free.
 
-    `local_size` is None where the launcher does not tell how many ranks the machine has. `token` is what the ranks
-    prove to each other, None if it is not given (llmq/comm/job_token.py then makes one, of `job`). `has_store` says
-    that the launcher keeps the store; else rank 0 does. An MPI kind has neither address nor port. `start` is a command
-    that starts as many ranks, before the arguments of `llmq-train`; `again` says that these are started after others
-    that were lost.
+    `command` is a function that rank_process calls, and its arguments. `logs` is the folder for what ranks beyond 0
+    print.
     """
 
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int | None
-    master_addr: str
-    master_port: int
-    token: str | None
-    kind: str
-    variables: str  # those by which it was recognised
-    job: str = ""
-    has_store: bool = False
-    join_s: float = JOIN_S
-    start: tuple[str, ...] = TRAIN
-    again: bool = False
+    command: tuple[str, ...]
+    first: Place
+    logs: Path
+    cores: Sequence[frozenset[int]] = ()
 
     @property
-    def in_words(self) -> str:
-        """One line: `Ranks: 8, 4 on this machine, started by torchrun (RANK, WORLD_SIZE); store at node1:29501`."""
-        here = f", {self.local_size} on this machine" if self.local_size is not None else ""
-        store = f"; store at {self.master_addr}:{self.master_port}" if self.master_addr else ""
-        return f"Ranks: {self.size}{here}, started by {self.kind} ({self.variables}){store}"
+    def num(self) -> int:
+        """Its ranks."""
+        return self.first.local_size or 0
 
-    def environ(self) -> dict[str, str]:
-        """Our own variables, by which a process that has them is recognised as this rank."""
-        assert self.local_size is not None and self.token is not None
-        values = (self.rank, self.size, self.local_rank, self.local_size, self.master_addr, self.master_port)
-        own = {f"LLMQ_{name}": str(value) for name, value in zip(OUR_OWN, values, strict=True)}
-        own |= {
-            "LLMQ_JOB_TOKEN": self.token,
-            "LLMQ_JOIN_TIMEOUT": str(self.join_s),
-            "LLMQ_START": shlex.join(self.start),
-        }
-        own |= {"LLMQ_HAS_STORE": str(int(self.has_store)), "LLMQ_AGAIN": str(int(self.again))}
-        return own | {"LLMQ_LAUNCHER": self.kind}
+    def log(self, rank: int) -> Path | None:
+        """The file for what a rank prints; None for rank 0."""
+        return self.logs / f"rank-{rank:05}.log" if rank else None
 
 
-def recognised(environ: Mapping[str, str], gpus: int = 1) -> Place | None:
-    """This process among the ranks of a run; None if it was started by itself.
+def start_group(options: LaunchOptions, group: Group, *, on_gpus: bool) -> int:
+    """Runs the ranks of a group, here or as actors of a Ray cluster, to their end; returns the exit code."""
+    if options.launcher != RAY:
+        return run_group(group, options.restart_failed)
+    if group.first.size != group.num:
+        raise UsageError("--launcher ray chooses the machines itself: leave --nnodes and --node-rank out")
+    from llmq.comm.ray_group import run_ray_group
 
-    `gpus` is the value of --gpus, 1 if it is not given. UsageError, which names the variables, if they contradict each
-    other or it, or if some are missing.
+    return run_ray_group(group, options.ray_address, options.restart_failed, on_gpus=on_gpus)
+
+
+def run_group(group: Group, restarts: int = 0) -> int:
+    """Runs the ranks on this machine, up to `restarts` times more if one is lost; returns the exit code."""
+    return tried(group, restarts, _attempt)
+
+
+def tried(group: Group, restarts: int, attempt: Callable[[Group, Running, list[str], int], int]) -> int:
+    """The exit code of the last of several attempts, each with the arguments that it adds, and its number from 0.
+
+    It is that of the first rank that failed for a reason of its own, before those that only missed another.
     """
-    readers = (_by_llmq, _by_torchrun, _by_open_mpi, _by_mpich, _by_srun)
-    found = [place for read in readers if (place := read(environ)) is not None]
-    if not found:
-        return None
-    place, *others = found
-    for other in others:
-        if place.kind in MPI and (place.rank, place.size) == (other.rank, other.size):
-            place = other  # a site may have srun set MPI's variables for every program
-        elif not _may_start(other, place):
-            raise UsageError(
-                f"two launchers at once: {place.kind} ({place.variables}) says rank {place.rank} of {place.size}, "
-                f"{other.kind} ({other.variables}) rank {other.rank} of {other.size}: use one of them, or unset the "
-                "variables of the other"
-            )
-    if not 0 <= place.rank < place.size:
-        raise UsageError(f"{place.variables}: rank {place.rank} of {place.size} is none: ranks are 0 to size - 1")
-    if place.local_size is not None and not 0 <= place.local_rank < place.local_size <= place.size:
-        raise UsageError(
-            f"{place.variables}: local rank {place.local_rank} of {place.local_size} on this machine does not fit "
-            f"into a world of {place.size}"
-        )
-    if gpus > 1 and place.local_size is not None and gpus != place.local_size:
-        raise UsageError(
-            f"--gpus {gpus}, but {place.kind} started {place.local_size} of the {place.size} ranks on this machine "
-            f"({place.variables}): start one process per GPU with it and leave --gpus out, or start one without it"
-        )
-    return place
+    with storage(group.logs, "the folder for the output of ranks cannot be made"):
+        group.logs.mkdir(parents=True, exist_ok=True)
+    with Running() as running:
+        for number in range(restarts + 1):
+            group = replace(group, first=replace(group.first, again=number > 0))
+            code = attempt(group, running, ["--continue=auto"] if number else [], number)
+            if code not in AGAIN or running.heard or number == restarts:
+                break
+            say(f"starting again from the last checkpoint (start {number + 2} of {restarts + 1})")
+    return code
 
 
-def gpu_index(place: Place | None, num_gpus: int) -> int:
-    """Which of the GPUs that this process sees is its own: that of its local rank, or the only one.
+def _attempt(group: Group, running: Running, more: list[str], number: int) -> int:
+    """One start of the ranks on this machine.
 
-    UsageError if there are too few.
+    Each has a port of its own, so that on several machines no rank meets the store of the start before.
     """
-    if place is None or (num_gpus == 1 and place.kind in HIDING):
-        return 0
-    if place.local_rank >= num_gpus:
-        raise UsageError(
-            f"rank {place.rank} is number {place.local_rank} on its machine, which shows it {num_gpus} GPUs: start one "
-            "rank per GPU, or use --device cpu"
-        )
-    return place.local_rank
-
-
-def watchdog_s(environ: Mapping[str, str]) -> float:
-    """Seconds in which a rank that is lost is found, the patience of the watchdog. UsageError if they are no number."""
-    return _seconds(environ, "LLMQ_WATCHDOG_SECONDS", WATCHDOG_S)
-
-
-def store_port(number: int) -> int:
-    """A port for the store of a job with this number."""
-    return FIRST_PORT + number % NUM_PORTS
-
-
-def _may_start(outer: Place, inner: Place) -> bool:
-    """Whether `outer` can have started the launcher of `inner`: once on each machine, or mpirun within a Slurm job."""
-    if outer.kind == "torchrun":
-        return False
-    return (inner.local_size or 1) * outer.size == inner.size or (outer.kind == "srun" and inner.kind in MPI)
-
-
-def _by_llmq(environ: Mapping[str, str]) -> Place | None:
-    """Our own variables, all of which every launcher of ours sets."""
-    names = tuple(f"LLMQ_{name}" for name in OUR_OWN)
-    if names[0] not in environ:
-        return None
-    _need(environ, *names, "LLMQ_JOB_TOKEN")
-    rank, size, local_rank, local_size = (_number(environ, name) for name in names[:4])
-    return Place(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        master_addr=environ["LLMQ_MASTER_ADDR"],
-        master_port=_number(environ, "LLMQ_MASTER_PORT"),
-        token=environ["LLMQ_JOB_TOKEN"],
-        kind=environ.get("LLMQ_LAUNCHER", "llmq-launch"),
-        variables="LLMQ_RANK, LLMQ_WORLD_SIZE",
-        has_store=environ.get("LLMQ_HAS_STORE") == "1",
-        join_s=_join_s(environ),
-        start=tuple(shlex.split(environ["LLMQ_START"])) if "LLMQ_START" in environ else TRAIN,
-        again=environ.get("LLMQ_AGAIN") == "1",
-    )
-
-
-def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
-    """torchrun's variables; of others that set the same, such as Kubeflow's, there may be no local ones."""
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if not {"RANK", "WORLD_SIZE"} & environ.keys():
-        return None
-    _need(environ, *needed)
-    size, port = _number(environ, "WORLD_SIZE"), _number(environ, "MASTER_PORT")
-    if size > 1 and "LOCAL_WORLD_SIZE" in environ:
-        _need(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    # Where torchrun's agent keeps a store of its own, that is what listens at MASTER_PORT.
-    own = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else store_port(port)
-    job = (environ["MASTER_ADDR"], port, environ.get("TORCHELASTIC_RUN_ID"), environ.get("TORCHELASTIC_RESTART_COUNT"))
-    here = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
-    return Place(
-        rank=_number(environ, "RANK"),
-        size=size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_size=here,
-        master_addr=environ["MASTER_ADDR"],
-        master_port=_number(environ, "LLMQ_MASTER_PORT", own),
-        token=environ.get("LLMQ_JOB_TOKEN"),
-        kind="torchrun",
-        variables="RANK, WORLD_SIZE",
-        job=f"torchrun {job}",
-        join_s=_join_s(environ),
-        start=_torchrun(size, here, environ["MASTER_ADDR"], port) if here else TRAIN,
-        again=environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
-    )
-
-
-def _torchrun(size: int, here: int, address: str, port: int) -> tuple[str, ...]:
-    """The command of the first machine."""
-    machines = (f"--nnodes={size // here}", "--node-rank=0", f"--master-addr={address}", f"--master-port={port}")
-    return ("torchrun", *(machines if size > here else ()), f"--nproc-per-node={here}", "-m", "llmq")
-
-
-def _by_srun(environ: Mapping[str, str]) -> Place | None:
-    """srun's variables, in a job step of several tasks: a batch script and a shell of salloc are one process."""
-    if "SLURM_STEP_ID" not in environ or environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return None
-    needed = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    _need(environ, *needed, "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
-    job, step, node = (_number(environ, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID"))
-    tasks = tasks_of_nodes(environ["SLURM_STEP_TASKS_PER_NODE"])
-    if node >= len(tasks):
-        raise UsageError(f"SLURM_NODEID {node} is none of the nodes of SLURM_STEP_TASKS_PER_NODE {tasks}")
-    return Place(
-        rank=_number(environ, "SLURM_PROCID"),
-        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        local_size=tasks[node],
-        # Rank 0 is on the first node, however tasks are distributed.
-        master_addr=environ.get("LLMQ_MASTER_ADDR") or node_names(environ["SLURM_STEP_NODELIST"])[0],
-        master_port=_number(environ, "LLMQ_MASTER_PORT", store_port(16 * job + step)),
-        token=environ.get("LLMQ_JOB_TOKEN"),
-        kind="srun",
-        variables="SLURM_PROCID, SLURM_STEP_NUM_TASKS",
-        job=f"slurm {job}.{step} {environ.get('SLURM_RESTART_COUNT', '0')}",
-        join_s=_join_s(environ),
-        start=("srun", f"--ntasks={environ['SLURM_STEP_NUM_TASKS']}", *TRAIN),
-    )
-
-
-def _by_open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """The variables of Open MPI's mpirun."""
-    return _by_mpi(environ, "Open MPI", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
-
-
-def _by_mpich(environ: Mapping[str, str]) -> Place | None:
-    """The variables of Hydra, which is the mpirun of MPICH, MVAPICH and Intel."""
-    return _by_mpi(environ, "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
-
-def _by_mpi(
-    environ: Mapping[str, str], kind: str, rank: str, size: str, local_rank: str, local_size: str
-) -> Place | None:
-    """A rank of MPI by the names of its variables."""
-    if not {rank, size} & environ.keys():
-        return None
-    _need(environ, rank, size)
-    return Place(
-        rank=_number(environ, rank),
-        size=_number(environ, size),
-        local_rank=_number(environ, local_rank, 0),
-        local_size=_number(environ, local_size) if local_size in environ else None,
-        master_addr="",
-        master_port=0,
-        token=environ.get("LLMQ_JOB_TOKEN"),
-        kind=kind,
-        variables=f"{rank}, {size}",
-        join_s=_join_s(environ),
-        start=("mpirun", "-n", environ[size], *TRAIN),
-    )
-
-
-def _join_s(environ: Mapping[str, str]) -> float:
-    """Seconds to wait for the other ranks."""
-    return _seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S)
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """A variable that is a number of seconds. UsageError if it is none."""
-    text = environ.get(name, str(default))
+    first = group.first
+    server, port = None, first.master_port and first.master_port + number
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise UsageError(f"{name} {text} is not a number of seconds above 0: leave it out for {default:g}")
-    return seconds
+        if first.rank == 0:
+            server = StoreServer(first.master_addr, port, first.size, first.token or "", first.join_s)
+            port = server.port
+        for index in range(group.num):
+            place = replace(first, rank=first.rank + index, local_rank=index, master_port=port, has_store=True)
+            cores = ",".join(map(str, sorted(group.cores[index]))) if group.cores else ""
+            log = group.log(place.rank)
+            with open(log, "ab" if number else "wb") if log else nullcontext() as output:
+                rank = LocalRank([*group.command, *more], {**place.environ(), CORES: cores}, output)
+            running.add(place.rank, rank, log)
+        return running.wait()
+    finally:
+        running.kill()
+        if server:
+            server.close()
 
 
-def _need(environ: Mapping[str, str], *names: str) -> None:
-    """UsageError naming what is there and what is missing, unless all of these are set."""
-    missing = [name for name in names if name not in environ]
-    if missing:
-        there = next(name for name in names if name in environ)
-        raise UsageError(f"{there} is set, but {', '.join(missing)} is not: set {', '.join(names)}, or none of them")
+class Rank(Protocol):
+    """A rank that was started, wherever it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code, -N if signal N ended it; None while it runs."""
+
+    def send(self, number: int) -> None:
+        """A signal to it, if it runs; SIGKILL goes to all that it started, too."""
+
+    def wait(self) -> None:
+        """Until it has ended."""
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable that is a whole number of at least 0; UsageError if it is none."""
-    if name not in environ and default is not None:
-        return default
-    text = environ[name]
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{name} is {text!r}, which is not a whole number")
-    return int(text)
+class LocalRank:
+    """A process of this machine in a session of its own, which prints into `output`, or where this one does."""
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None, cwd: str | None = None
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "llmq.comm.rank_process", *command],
+            env={**os.environ, **environ, LAUNCHER: str(os.getpid())},
+            cwd=cwd,
+            stdin=None if output is None else subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def poll(self) -> int | None:
+        """Its exit code."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """A signal."""
+        if self._process.poll() is None:
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+
+
+class Running:
+    """The ranks of a group. While entered, signals go on to them."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self._ranks: dict[int, Rank] = {}
+        self._logs: dict[int, Path | None] = {}
+        self._num_sent = 0  # signals that all ranks have got
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Running:
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def add(self, number: int, rank: Rank, log: Path | None) -> None:
+        """Takes charge of a rank that was started; `log` has what it prints."""
+        self._ranks[number], self._logs[number] = rank, log
+
+    def wait(self) -> int:
+        """Waits until all have ended, and ends those that outlive a failure; the exit code of the whole."""
+        ended: dict[int, int] = {}  # in the order in which they ended
+        failed_at, endings = 0.0, list(ENDINGS)
+        while len(ended) < len(self._ranks):
+            self._send()
+            there = [(number, rank.poll()) for number, rank in self._ranks.items() if number not in ended]
+            ended |= {number: self._as_planned(code) for number, code in there if code is not None}
+            if not failed_at and any(code not in PLANNED for code in ended.values()):
+                failed_at = time.monotonic()
+            if failed_at and endings and time.monotonic() - failed_at > endings[0][0]:
+                after, number = endings.pop(0)
+                left = [rank for rank in self._ranks if rank not in ended]
+                there_are = f"{in_words(left)} {'is' if len(left) == 1 else 'are'}"
+                say(f"{there_are} still there {after:g} s after another failed: {signal.Signals(number).name}")
+                for rank in left:
+                    self._ranks[rank].send(number)
+            time.sleep(POLL_S)
+        return self._outcome(ended)
+
+    def kill(self) -> None:
+        """Ends what is left; then there are no ranks."""
+        for rank in self._ranks.values():
+            if rank.poll() is None:
+                rank.send(signal.SIGKILL)
+                rank.wait()
+        self._ranks = {}
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.heard.append(number)
+
+    def _send(self) -> None:
+        """Sends all ranks the signals that they have not got yet."""
+        while self._num_sent < len(self.heard):
+            number = self.heard[self._num_sent]
+            self._num_sent += 1
+            to_end = sum(one != signal.SIGUSR1 for one in self.heard[: self._num_sent])  # which comes more than once
+            for rank in self._ranks.values():
+                rank.send(signal.SIGKILL if to_end >= TRIES_TO_END else number)
+
+    def _as_planned(self, code: int) -> int:
+        """An exit code: of a rank that a signal of ours ended before it could hear it, that of one that did."""
+        return SIGNALS[signal.Signals(self.heard[0])] if code < 0 and self.heard else code
+
+    def _outcome(self, ended: dict[int, int]) -> int:
+        """The exit code of ranks that have all ended, having said which failed first unless rank 0 has said so."""
+        failed = {rank: code for rank, code in ended.items() if code not in PLANNED}
+        if not failed:
+            return next((code for code in ended.values() if code), 0)
+        lost = WorldError.exit_code
+        rank = next((rank for rank, code in failed.items() if code != lost), next(iter(failed)))
+        code = failed[rank]
+        if code < 0:
+            others = (self._logs[other] for other, its in failed.items() if its == lost)  # say what rank 0 cannot
+            said = _tail(self._logs[rank] or next(others, None))
+            say(f"rank {rank} was ended by {signal.Signals(-code).name}{said}")
+        elif ended.get(0) != code:
+            say(f"rank {rank} ended with exit code {code}{_tail(self._logs[rank])}")
+        return code if code > 0 else lost
+
+
+def _tail(log: Path | None) -> str:
+    """The last lines of what a rank printed, below a heading; nothing of rank 0."""
+    lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL:] if log else []
+    return "".join([f"; the end of {log}:" if lines else "", *(f"\n  {line}" for line in lines)])
+
+
+def say(text: str) -> None:
+    """A line of the launcher."""
+    print(f"llmq: {text}", file=sys.stderr, flush=True)

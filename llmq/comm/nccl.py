@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Thread
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from llmq.comm.peer_copies import NO_COPIES, Copying, PeerCopies, PeerError, Transfers
-from llmq.comm.world import World
+from llmq.comm.peer_copies import PeerCopies, Transfers
+from llmq.comm.world import NO_COPIES, Copying, World
 from llmq.errors import UsageError, WorldError
+from llmq.hardware.cuda_peer import CudaPeer, PeerError, machine
 
 UINT8, INT32, FP32, BF16 = 1, 2, 7, 9  # ncclDataType_t
 SUM, MAX = 0, 2  # ncclRedOp_t
 DTYPES = {"int32": INT32, "float32": FP32, "bfloat16": BF16}
 LEAST_BYTES = 1 << 20  # of a gather that is copied: below, NCCL's one kernel is faster than two meetings
+TIMED_BYTES = 128 << 20  # that all ranks have together, as the weights of a layer, where copies and NCCL are timed
+TIMED_PIECES = 4  # of each rank, as the matrices of a layer
+TIMES = 5
+
+Work = Callable[["NcclWorld", int, int, dict[str, Any]], None]
 
 
 @dataclass
@@ -43,6 +50,8 @@ class NcclWorld:
         from cupy.cuda import nccl
 
         self.rank, self.size, self._host, self._nccl = host.rank, host.size, host, nccl
+        self.exchange, self.gather = host.exchange, host.gather  # what the host has goes its way
+        self.membership = getattr(host, "membership", None)
         unique = host.gather(list(nccl.get_unique_id()) if host.rank == 0 else None)[0]
         try:
             self._communicator = nccl.NcclCommunicator(self.size, bytes(unique), self.rank)
@@ -58,22 +67,7 @@ class NcclWorld:
         self._copies = self._peer_copies(copying)
         self.copies = copying if self._copies else NO_COPIES
         if None in (self.copies.gathers, self.copies.exchanges):
-            from llmq.comm.timed_copies import fastest
-
             self.copies = fastest(self, self.copies)
-
-    def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None:
-        """Arrays of the host."""
-        self._host.exchange(outgoing, incoming)
-
-    def gather(self, message: Any) -> list[Any]:
-        """Messages of the host."""
-        return self._host.gather(message)
-
-    @property
-    def store(self) -> Any:
-        """Where the ranks met, which the watchdog asks; None where MPI brought them together."""
-        return getattr(self._host, "store", None)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -177,8 +171,6 @@ class NcclWorld:
         """Copies between all ranks, if any may be wanted; None where they cannot be made, and none are asked for."""
         if copying == NO_COPIES:
             return None
-        from llmq.comm.cuda_peer import CudaPeer, machine
-
         try:
             return PeerCopies(self._host, CudaPeer(), machine())
         except PeerError as error:
@@ -191,3 +183,70 @@ def _stream() -> int:
     import cupy
 
     return int(cupy.cuda.get_current_stream().ptr)
+
+
+def fastest(world: NcclWorld, copying: Copying) -> Copying:
+    """What copy engines move, where that is left to timing. All ranks ask."""
+    works = {"gathers": _gather, "exchanges": _exchange}
+    left = {name: work for name, work in works.items() if getattr(copying, name) is None}
+    times = timed(world, left)
+    return replace(copying, **{name: times[name, True] < times[name, False] for name in left})
+
+
+def timed(world: NcclWorld, works: Mapping[str, Work]) -> dict[tuple[str, bool], float]:
+    """Seconds of each work by copies (True) and by NCCL, on the slowest rank."""
+    import cupy
+    from cupy.cuda import runtime
+
+    size = TIMED_BYTES // (world.size * TIMED_PIECES) // 256 * 256
+    memory = int(runtime.malloc(2 * TIMED_BYTES))
+    found = {}
+    try:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for name, work in works.items():
+                for by_copies in (False, True):
+                    world.copies = Copying(by_copies, by_copies)
+                    seconds = _seconds(stream, partial(work, world, memory, size))
+                    found[name, by_copies] = max(world.gather(seconds))  # by then none has the memory open
+    finally:
+        runtime.free(memory)
+    return found
+
+
+def _gather(world: NcclWorld, memory: int, size: int, known: dict[str, Any]) -> None:
+    """Every rank's pieces to all."""
+    with world.group(known):
+        for piece in range(TIMED_PIECES):
+            for root in range(world.size):
+                at = memory + (piece * world.size + root) * size
+                world.broadcast(at, at, size, root)
+
+
+def _exchange(world: NcclWorld, memory: int, size: int, known: dict[str, Any]) -> None:
+    """Other pieces of every rank to each."""
+    with world.group(known):
+        for piece in range(TIMED_PIECES):
+            for other in range(world.size):
+                if other != world.rank:
+                    at = memory + (piece * world.size + other) * size
+                    world.send(at, size, other)
+                    world.receive(at + TIMED_BYTES, size, other)
+
+
+def _seconds(stream: Any, work: Callable[[dict[str, Any]], None]) -> float:
+    """Of one call, the mean of a few in a graph."""
+    from cupy.cuda import Event, get_elapsed_time
+
+    known: dict[str, Any] = {}
+    work(known)
+    stream.begin_capture()
+    for _ in range(TIMES):
+        work(known)
+    graph = stream.end_capture()
+    start, end = Event(), Event()
+    graph.launch(stream)
+    start.record(stream)
+    graph.launch(stream)
+    end.record(stream)
+    end.synchronize()
+    return 1e-3 * get_elapsed_time(start, end) / TIMES

@@ -16,72 +16,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from llmq.comm.world import World
 from llmq.errors import WorldError
+from llmq.hardware.cuda_peer import WORD, CudaPeer, Move, OpenedMemory, PeerError
 
 READY, ARRIVED = 0, 1  # the kinds of meetings
-WORD, KINDS = 4, 2  # bytes of a word, kinds of meetings
-Move = tuple[int, int, int]  # target, source, bytes
-
-
-@dataclass(frozen=True)
-class Copying:
-    """What copy engines move where they can: gathers, and what each rank sends to each other; None: as timed."""
-
-    gathers: bool | None = None
-    exchanges: bool | None = None
-
-    @property
-    def demanded(self) -> tuple[str, ...]:
-        """The options that were given."""
-        options = {"--memcpy-all-gather": self.gathers, "--memcpy-send-recv": self.exchanges}
-        return tuple(option for option, given in options.items() if given)
-
-    @property
-    def in_words(self) -> str:
-        """What is copied; empty if nothing is."""
-        moved = [what for what, is_copied in (("weights", self.gathers), ("gradients", self.exchanges)) if is_copied]
-        return f"{' and '.join(moved)} by copy engines" if moved else ""
-
-
-NO_COPIES = Copying(False, False)
-
-
-class Opened(Protocol):
-    """Memory of another process, which is closed with the last reference to this."""
-
-    address: int
-
-
-class PeerGpu(Protocol):
-    """The GPU of this rank. Copies and meetings are in the order of the current stream, or in a graph."""
-
-    def exported(self, address: int) -> tuple[str, int]:
-        """A handle for the allocation that an address is in, and the offset in it. PeerError if it has none."""
-
-    def opened(self, handle: str) -> Opened:
-        """The memory of a handle of another process. PeerError where this GPU cannot reach it."""
-
-    def words(self, count: int) -> int:
-        """Address of so many words that are 0, in memory that has a handle."""
-
-    def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """A copy, by a copy engine where the target is on another GPU."""
-
-    def beside(self, moves: Sequence[Move]) -> Callable[[], None]:
-        """Begins copies within this GPU beside what comes next; what comes after the returned call waits for them."""
-
-    def meet(self, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        """Sets words of other GPUs to 1, waits until each of its own is 1, and sets these to 0."""
-
-    def release(self, words: int, count: int) -> None:
-        """Lets all that waits for these words go on, in whatever order it waits."""
-
-
-class PeerError(Exception):
-    """Why a GPU cannot reach the memory of another one."""
+KINDS = 2
 
 
 @dataclass
@@ -118,7 +60,7 @@ class GroupCopies:
 
     moves: tuple[Move, ...]
     own: tuple[Move, ...]
-    memory: tuple[Opened, ...]
+    memory: tuple[OpenedMemory, ...]
 
 
 class PeerCopies:
@@ -127,13 +69,13 @@ class PeerCopies:
     PeerError, on all ranks, if one of them cannot reach the memory of another.
     """
 
-    def __init__(self, host: World, gpu: PeerGpu, machine: str) -> None:
+    def __init__(self, host: World, gpu: CudaPeer, machine: str) -> None:
         self._host, self._gpu = host, gpu
         self._rank, self._size = host.rank, host.size
         self._others = [(self._rank + apart) % self._size for apart in range(1, self._size)]
         self._number = 0  # of groups whose addresses the ranks have told each other
         self._words, self._peers = 0, dict[int, int]()
-        self._memory: list[Opened] = []
+        self._memory: list[OpenedMemory] = []
         told = host.gather([machine, *self._tried(lambda: list(gpu.exported(self._made_words())))])
         problem = "" if len({one[0] for one in told}) == 1 else "the ranks are on several machines"
         problem = problem or next((one[2] for one in told if one[2]), "")
@@ -173,7 +115,7 @@ class PeerCopies:
         told = self._host.gather({"group": self._number, "free": [free.get(rank, []) for rank in range(self._size)]})
         if any(not isinstance(one, dict) or one.get("group") != self._number for one in told):
             raise WorldError(f"rank {self._rank} copies its group {self._number}, and others do something else")
-        memory: dict[str, Opened] = {}
+        memory: dict[str, OpenedMemory] = {}
         moves = []
         for rank in self._others:
             theirs, mine = told[rank]["free"][self._rank], transfers.sent.get(rank, [])
@@ -185,7 +127,7 @@ class PeerCopies:
                 moves.append((memory[handle].address + offset, source, size))
         return GroupCopies(tuple(moves), tuple(transfers.own), tuple(memory.values()))
 
-    def _reached(self, handle: str, rank: int) -> Opened:
+    def _reached(self, handle: str, rank: int) -> OpenedMemory:
         try:
             return self._gpu.opened(handle)
         except PeerError as error:

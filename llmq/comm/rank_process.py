@@ -13,8 +13,8 @@ import signal
 import sys
 from importlib import import_module
 
-from llmq.comm.cores import read_cores
 from llmq.errors import TERMINATED
+from llmq.hardware.cores import read_cores
 
 PR_SET_PDEATHSIG = 1
 CORES, LAUNCHER, LAST_SIGNAL = "LLMQ_CORES", "LLMQ_LAUNCHER_PID", "LLMQ_LAST_SIGNAL"

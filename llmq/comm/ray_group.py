@@ -10,17 +10,17 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from llmq.comm.group import Group, Running, say, tried
-from llmq.comm.launch import Place
-from llmq.comm.rank_process import LAST_SIGNAL, LAUNCHER
+from llmq.comm.environment import RAY, Place
+from llmq.comm.launch import Group, LocalRank, Running, say, tried
+from llmq.comm.rank_process import LAST_SIGNAL
 from llmq.errors import UsageError, WorldError
 
 HANDED_ON = ("LLMQ_", "HF_", "WANDB_", "NCCL_")  # the beginnings of variables that ranks get from this process
@@ -64,22 +64,19 @@ def _attempt(num: int, kind: str, group: Group, running: Running, more: list[str
     room = placement_group([{"CPU": 1, kind: 1}] * num, strategy="PACK")
     actors: list[Any] = []
     try:
-        if not room.wait(group.join_s):
-            raise WorldError(f"the Ray cluster had no room for {num} ranks within {group.join_s:g} s")
+        if not room.wait(group.first.join_s):
+            raise WorldError(f"the Ray cluster had no room for {num} ranks within {group.first.join_s:g} s")
         for index in range(num):
             there = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
             settings = {"num_cpus": 1, "num_gpus": int(kind == "GPU"), "scheduling_strategy": there}
             actors.append(ray.remote(Keeper).options(**settings).remote())
-        actors, places, visible = _in_order(actors, group)
-        command = ["-m", "llmq.comm.rank_process", *group.command, *more]
+        actors, places, visible = _in_order(actors, group.first)
         handed_on = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
         for actor, place, gpus in zip(actors, places, visible, strict=True):
-            log = group.logs / f"rank-{place.rank:05}.log" if place.rank else None
-            if log and not number:
-                log.write_bytes(b"")
+            log = group.log(place.rank)
             own = {**handed_on, **place.environ(), **({VISIBLE: gpus} if gpus else {})}
-            ray.get(actor.start.remote(command, own, os.getcwd()))
-            running.add(place.rank, RayRank(actor, log), log)
+            ray.get(actor.start.remote([*group.command, *more], own, os.getcwd()))
+            running.add(place.rank, RayRank(actor, log, append=number > 0), log)
         return running.wait()
     except ray.exceptions.RayActorError as error:
         say(f"an actor was lost before its rank began: {error}")
@@ -91,10 +88,10 @@ def _attempt(num: int, kind: str, group: Group, running: Running, more: list[str
         remove_placement_group(room)
 
 
-def _in_order(actors: Sequence[Any], group: Group) -> tuple[list[Any], list[Place], list[str]]:
+def _in_order(actors: Sequence[Any], like: Place) -> tuple[list[Any], list[Place], list[str]]:
     """The actors by rank, their places, and the GPUs that each rank sees: those of all ranks of its machine.
 
-    The ranks of a machine follow each other, in the order of its GPUs.
+    The ranks of a machine follow each other, in the order of its GPUs. Rank 0 keeps the store.
     """
     import ray
 
@@ -105,9 +102,8 @@ def _in_order(actors: Sequence[Any], group: Group) -> tuple[list[Any], list[Plac
     places, visible = [], []
     for rank, i in enumerate(ranked):
         here = [other for other in ranked if found[other][0] == found[i][0]]
-        local = here.index(i)
-        about = (rank, len(actors), local, len(here), host, port, group.token, "ray")
-        places.append(Place(*about, "", join_s=group.join_s, start=group.start, again=group.again))
+        place = replace(like, rank=rank, size=len(actors), local_rank=here.index(i), local_size=len(here))
+        places.append(replace(place, master_addr=host, master_port=port, kind=RAY))
         visible.append(",".join(found[other][2] for other in here if found[other][2]))
     return [actors[i] for i in ranked], places, visible
 
@@ -116,9 +112,8 @@ class Keeper:
     """The actor of a rank: starts it, and tells how it is. Ray runs its methods one after the other."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said = bytearray()
-        self._reader: threading.Thread | None = None
+        self._rank: LocalRank | None = None
+        self._output, self._num_told = TemporaryFile(), 0  # noqa: SIM115  # and how many of its bytes are known
 
     def where(self) -> tuple[str, str, str, int]:
         """The machine, its address, the GPU that Ray keeps for this actor (or nothing), and a port that is free."""
@@ -129,42 +124,22 @@ class Keeper:
 
     def start(self, command: list[str], environ: dict[str, str], folder: str) -> None:
         """Starts the rank with this Python, in a folder that all machines share. It is killed with this actor."""
-        own = {LAUNCHER: str(os.getpid()), LAST_SIGNAL: str(int(signal.SIGKILL))}
-        self._process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, **environ, **own},
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        last = {LAST_SIGNAL: str(int(signal.SIGKILL))}
+        self._rank = LocalRank(command, environ | last, self._output, folder)
 
     def poll(self) -> tuple[bytes, int | None]:
-        """What the rank has printed since the last call, and its exit code once it has ended and all is read."""
-        assert self._process and self._reader
-        code = self._process.poll()
-        if code is not None:
-            self._reader.join(1.0)  # a process that the rank left behind may hold the pipe
-        said = bytes(self._said)
-        del self._said[: len(said)]
+        """What the rank has printed since the last call, and its exit code once it has ended."""
+        assert self._rank
+        code = self._rank.poll()
+        there = os.fstat(self._output.fileno()).st_size
+        said = os.pread(self._output.fileno(), there - self._num_told, self._num_told)
+        self._num_told += len(said)
         return said, code
 
     def send(self, number: int) -> None:
         """A signal to the rank."""
-        assert self._process
-        if self._process.poll() is None:
-            if number == signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
-
-    def _read(self) -> None:
-        assert self._process and self._process.stdout
-        while said := os.read(self._process.stdout.fileno(), 1 << 16):
-            self._said += said
+        assert self._rank
+        self._rank.send(number)
 
 
 def free_port() -> int:
@@ -177,8 +152,9 @@ def free_port() -> int:
 class RayRank:
     """A rank that an actor keeps. What it prints goes to `log`, or where this process prints."""
 
-    def __init__(self, actor: Any, log: Path | None) -> None:
-        self._actor, self._log = actor, log
+    def __init__(self, actor: Any, log: Path | None, *, append: bool) -> None:
+        self._actor = actor
+        self._output = open(log, "ab" if append else "wb") if log else sys.stdout.buffer  # noqa: SIM115
         self._code: int | None = None
 
     def poll(self) -> int | None:
@@ -190,12 +166,8 @@ class RayRank:
                 said, self._code = ray.get(self._actor.poll.remote())
             except ray.exceptions.RayActorError:
                 said, self._code = b"", -signal.SIGKILL
-            if said and self._log:
-                with open(self._log, "ab") as file:
-                    file.write(said)
-            elif said:
-                sys.stdout.buffer.write(said)
-                sys.stdout.flush()
+            self._output.write(said)
+            self._output.flush()
         return self._code
 
     def send(self, number: int) -> None:

@@ -1,7 +1,8 @@
 """A world of processes with a socket between each two of them: for runs on the CPU, on one machine or several.
 
 What others use Gloo for. All sockets are read and written at once by the thread that calls, as far as each is ready, so
-that arrays of any size pass each other without filling up a buffer that both sides wait for.
+that arrays of any size pass each other without filling up a buffer that both sides wait for. Each rank listens,
+connects to the ranks below it and is called by those above it; both sides prove that they have the job's token.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
 
-from llmq.comm.mesh import connected
-from llmq.comm.rendezvous import Store
+from llmq.comm.membership import Membership
+from llmq.comm.store import in_words
+from llmq.comm.wire import HANDSHAKE_S, Channel, Door, Refused, introduced
 from llmq.errors import WorldError
 
+PURPOSE = "peer"
 HEADER = struct.Struct("!QQ")  # the number of the exchange, the bytes that follow
 MESSAGE_BYTES = 64 << 20  # of `gather`
 CONNECT_S = 60.0
@@ -27,17 +31,41 @@ LOST_S = 0.5  # until the store has noticed what a broken connection shows
 
 
 class TcpWorld:
-    """This rank among those of the store, which all make a world at the same time.
+    """This rank among those of the store at `host` and `port`, once all have come and are connected to each other.
 
-    WorldError names the rank that was lost. A rank that stands still is not noticed here, but by llmq/comm/watchdog.py.
+    WorldError where they do not come within `deadline` seconds, or cannot be reached within CONNECT_S; later it names
+    the rank that was lost. A rank that stands still is not noticed here, but by the store (llmq/comm/board.py).
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, deadline: float = CONNECT_S) -> None:
-        assert (store.rank, store.size) == (rank, size)
-        self.rank, self.size, self.store = rank, size, store
+    def __init__(self, host: str, port: int, rank: int, size: int, token: str, deadline: float) -> None:
+        self.rank, self.size = rank, size
         self._problem: str | None = None
         self._number, self._is_inside = 0, False
-        self._sockets = connected(store, deadline)
+        callers: Queue[tuple[int, socket.socket]] = Queue()
+
+        def let_in(channel: Channel, address: str) -> None:
+            match head := channel.receive(time.monotonic() + HANDSHAKE_S):
+                case {"from": int(caller), "to": int(called)} if called == rank < caller < size:
+                    channel.send({})
+                    callers.put((caller, channel.socket))
+                case _:
+                    raise Refused(f"it is no rank that calls this one: {head}")
+
+        door = Door(host, 0, token, PURPOSE, size, let_in)
+        try:
+            self.membership = Membership.join(host, port, rank, size, token, deadline, own_port=door.port)
+            until = time.monotonic() + CONNECT_S
+            found = {other: _call(other, self.membership, token, until) for other in range(rank)}
+            while missing := set(range(size)) - {rank, *found}:
+                try:
+                    caller, connection = callers.get(timeout=max(0.0, until - time.monotonic()))
+                except Empty:
+                    text = f"rank {rank} was not called by {in_words(missing)} within {CONNECT_S:g} s"
+                    raise WorldError(text) from None
+                found[caller] = connection
+        finally:
+            door.close()
+        self._sockets = dict(sorted(found.items()))
         for peer in self._sockets.values():
             peer.setblocking(False)
 
@@ -81,7 +109,7 @@ class TcpWorld:
     def close(self) -> None:
         """Ends the connections, and leaves the store."""
         self._ended("this rank has left the run")
-        self.store.close()
+        self.membership.close()
 
     def _ended(self, problem: str) -> WorldError:
         """The error of this call and of every later one; the others notice, too."""
@@ -92,15 +120,20 @@ class TcpWorld:
 
     def _in_words(self, lost: _PeerLost) -> str:
         """The rank whose connection broke may have ended because of another: the store knows which was first."""
-        text = f"rank {lost.rank} has ended, and rank {self.rank} waits for it ({lost.reason})"
-        until = time.monotonic() + LOST_S
-        try:
-            while not (known := self.store.lost()) and time.monotonic() < until:
-                time.sleep(0.02)
-        except WorldError as error:
-            return f"{text}; {error}"
-        first = next(iter(known), None)
-        return text if first is None else f"rank {first} is lost: {known[first]}"
+        if known := self.membership.lost_within(LOST_S):
+            return str(known[0])
+        return f"rank {lost.rank} has ended, and rank {self.rank} waits for it ({lost.reason})"
+
+
+def _call(rank: int, member: Membership, token: str, until: float) -> socket.socket:
+    """A connection to a rank. WorldError if there is none."""
+    host, port = member.places[rank]
+    hello = {"from": member.rank, "to": rank}
+    try:
+        return introduced(host, port, token, PURPOSE, lambda: hello, until)[0].socket
+    except (OSError, Refused) as error:
+        text = f"rank {member.rank} cannot connect to rank {rank} at {host}:{port} within {CONNECT_S:g} s ({error})"
+        raise WorldError(f"{text}: is a firewall between them?") from error
 
 
 class _PeerLost(Exception):

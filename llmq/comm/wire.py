@@ -1,31 +1,37 @@
-"""What goes over the sockets of a run: who is let in, and frames of JSON and bytes.
+"""What goes over the sockets of a run: who is let in, and messages of JSON.
 
 Both sides prove that they know the job's token, by answering a random challenge of the other with an HMAC-SHA256; the
 token itself is never sent. What follows is neither encrypted nor signed: the network is trusted not to change it.
-The handshakes are generators that say what to read and to write, since servers wait with asyncio and clients block.
-A frame is a JSON object and bytes behind it, each with its length in front; nothing is ever unpickled.
+A message is a JSON object with its length in front; nothing is ever unpickled. multiprocessing.connection has such
+proofs, too, but the same ones for both sides: whoever took the store's port could send back what a rank proves.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
+import ipaddress
 import json
+import random
 import secrets
+import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
 
-MAGIC = b"llmq/1\r\n"  # with what every connection begins, in both directions
-CHALLENGE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 5.0  # in which a connection has to prove that it belongs to the run
-HEAD_BYTES = 1 << 20  # of a frame's JSON
-LENGTHS = struct.Struct("!IQ")  # bytes of the JSON, bytes behind it
+SEND_S = 10.0  # in which the other side has to take a message
+ANSWER_S = 10.0  # that an answer may take beyond the deadline
+STRANGER_BYTES, MESSAGE_BYTES = 1 << 10, 16 << 20  # of a message before the proof, and after it
+LENGTH = struct.Struct("!I")
+NUM_STRANGERS = 64  # connections that have proved nothing yet, and one for each rank
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to connect
+WATCHING = "llmq watch"  # what the names of threads begin with whose stacks say nothing of a run
 
-Handshake = Generator["int | bytes", bytes, None]  # yields how many bytes to read, or what to write
-Frame = tuple[dict[str, Any], bytes]
+Result = TypeVar("Result")
 
 
 class Refused(Exception):
@@ -36,165 +42,204 @@ class WrongToken(Refused):
     """The other side belongs to another job."""
 
 
-def calling(token: str, purpose: str) -> Handshake:
-    """The handshake of the side that connects. The other side proves itself first, so a wrong token is known here.
-
-    A proof holds for one side, one `purpose` and two challenges: it cannot be sent back or elsewhere. Refused if the
-    other side does not answer as expected, WrongToken if it has another token.
-    """
-    mine = secrets.token_bytes(CHALLENGE_BYTES)
-    yield MAGIC + mine
-    _check_magic((yield len(MAGIC)))
-    theirs = yield CHALLENGE_BYTES
-    _check((yield PROOF_BYTES), _proof(token, "answers", purpose, mine, theirs))
-    yield _proof(token, "calls", purpose, mine, theirs)
-
-
-def answering(token: str, purpose: str) -> Handshake:
-    """The handshake of the side that was connected to. Errors as in `calling`."""
-    _check_magic((yield len(MAGIC)))
-    theirs = yield CHALLENGE_BYTES
-    mine = secrets.token_bytes(CHALLENGE_BYTES)
-    yield MAGIC + mine + _proof(token, "answers", purpose, theirs, mine)
-    _check((yield PROOF_BYTES), _proof(token, "calls", purpose, theirs, mine))
-
-
-def _proof(token: str, side: str, purpose: str, callers: bytes, answerers: bytes) -> bytes:
-    text = f"{side} {purpose} ".encode()  # of no fixed length, in front of two that are
-    return hmac.digest(token.encode(), text + callers + answerers, "sha256")
-
-
-def _check(found: bytes, right: bytes) -> None:
-    if not hmac.compare_digest(found, right):
-        raise WrongToken("it has another job token")
-
-
-def _check_magic(found: bytes) -> None:
-    if found != MAGIC:
-        raise Refused("what answers is no process of llmq, or one of another version")
-
-
-def frame(head: dict[str, Any], num_body: int = 0) -> bytes:
-    """A frame up to its last `num_body` bytes, which follow."""
-    text = json.dumps(head, separators=(",", ":")).encode()
-    return LENGTHS.pack(len(text), num_body) + text
-
-
-def _lengths(header: bytes, limit: int) -> tuple[int, int]:
-    """Of the JSON and of the bytes behind it. Refused if they are above the limits."""
-    num_head, num_body = LENGTHS.unpack(header)
-    if num_head > HEAD_BYTES or num_body > limit:
-        raise Refused(f"a frame of {num_head} and {num_body} bytes, above the limits of {HEAD_BYTES} and {limit}")
-    return num_head, num_body
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        head = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"a frame that is not JSON: {error}") from error
-    if not isinstance(head, dict):
-        raise Refused(f"a frame of {type(head).__name__}, not of an object")
-    return head
-
-
 class Channel:
-    """A connected socket that sends and receives frames, blocking until a moment of the monotonic clock.
+    """A connected socket. Any thread may send, one receives.
 
-    OSError (TimeoutError is one) if the connection or the time ends, Refused if a frame breaks the limits.
+    OSError (TimeoutError is one) if the connection or the time (`until`, of the monotonic clock) ends, Refused if what
+    comes is no message.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        keep_alive(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # A machine that is gone is noticed after 15 + 3 * 5 s.
+        for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # macOS calls the first one otherwise
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.settimeout(SEND_S)
         self.socket = connection
+        self._sends = threading.Lock()
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
 
-    def shake_hands(self, steps: Handshake, until: float) -> None:
-        """Runs a handshake to its end."""
-        found: bytes | None = None
+    def call(self, token: str, purpose: str, until: float) -> None:
+        """The handshake of the side that connects. The other side proves itself first, so a wrong token is known here.
+
+        A proof holds for one side, one `purpose` and two challenges: it cannot be sent back or elsewhere. Refused if
+        the other side does not answer as expected, WrongToken if it has another token.
+        """
+        mine = secrets.token_hex(32)
+        self.send({"challenge": mine})
+        answer = self._greeting(until)
+        theirs = str(answer.get("challenge"))
+        _check(answer, token, f"answers {purpose} {mine} {theirs}")
+        self.send({"proof": _proof(token, f"calls {purpose} {mine} {theirs}")})
+
+    def answer(self, token: str, purpose: str, until: float) -> None:
+        """The handshake of the side that was connected to, which says nothing to strangers. Errors as in `call`."""
+        theirs, mine = str(self._greeting(until).get("challenge")), secrets.token_hex(32)
+        self.send({"challenge": mine, "proof": _proof(token, f"answers {purpose} {theirs} {mine}")})
+        _check(self._greeting(until), token, f"calls {purpose} {theirs} {mine}")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message."""
+        text = json.dumps(message, separators=(",", ":")).encode()
+        with self._sends:
+            self.socket.sendall(LENGTH.pack(len(text)) + text)
+
+    def receive(self, until: float | None = None, limit: int = MESSAGE_BYTES) -> dict[str, Any]:
+        """Receives a message of at most `limit` bytes."""
+        (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size, until))
+        if num_bytes > limit:
+            raise Refused(f"a message of {num_bytes} bytes, above the limit of {limit}")
         try:
-            while True:
-                step = steps.send(found)  # type: ignore[arg-type]  # None starts a generator
-                found = b""
-                if isinstance(step, int):
-                    found = self._read(step, until)
-                else:
-                    self._write(step, until)
-        except StopIteration:
-            return
+            message = json.loads(self._read(num_bytes, until))
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"a message that is not JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise Refused(f"a message of {type(message).__name__}, not of an object")
+        return message
 
-    def send(self, head: dict[str, Any], body: bytes = b"", *, until: float | None = None) -> None:
-        """Sends a frame."""
-        self._write(frame(head, len(body)) + body, until)
-
-    def receive(self, *, limit: int = 0, until: float | None = None) -> Frame:
-        """Receives a frame with at most `limit` bytes behind its JSON."""
-        num_head, num_body = _lengths(self._read(LENGTHS.size, until), limit)
-        return _parsed(self._read(num_head, until)), self._read(num_body, until)
+    def end(self, how: int = socket.SHUT_RDWR) -> None:
+        """Ends the connection, or one direction of it, for a thread that waits in `receive` as well."""
+        with suppress(OSError):  # it has ended already
+            self.socket.shutdown(how)
 
     def close(self) -> None:
-        """Ends the connection, for a thread that waits in `receive` as well."""
-        try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended already
+        """Ends the connection; no thread receives any more."""
+        self.end()
         self.socket.close()
+
+    def _greeting(self, until: float) -> dict[str, Any]:
+        try:
+            return self.receive(until, STRANGER_BYTES)
+        except Refused as error:
+            raise Refused("what answers is no process of llmq, or one of another version") from error
 
     def _read(self, count: int, until: float | None) -> bytes:
         data, have = bytearray(count), 0
         while have < count:
-            self.socket.settimeout(_left(until))
+            left = None if until is None else max(0.0, 1000 * (until - time.monotonic()))
+            if not self._arrivals.poll(left):
+                raise TimeoutError("timed out")
             received = self.socket.recv_into(memoryview(data)[have:])
             if not received:
                 raise ConnectionResetError("the connection was closed")
             have += received
         return bytes(data)
 
-    def _write(self, data: bytes, until: float | None) -> None:
-        self.socket.settimeout(_left(until))
-        self.socket.sendall(data)
+
+def _proof(token: str, text: str) -> str:
+    assert token, "without a token anyone could join the run"
+    return hmac.digest(token.encode(), text.encode(), "sha256").hex()
 
 
-def _left(until: float | None) -> float | None:
-    """Seconds until then, None for ever."""
-    if until is None:
-        return None
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    return left
+def _check(message: dict[str, Any], token: str, text: str) -> None:
+    if not hmac.compare_digest(str(message.get("proof")).encode(), _proof(token, text).encode()):
+        raise WrongToken("it has another job token")
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Small messages leave at once, and a machine that is gone is noticed after 15 + 3 * 5 s."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # macOS calls the first one otherwise
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def introduced(
+    host: str, port: int, token: str, purpose: str, hello: Callable[[], dict[str, Any]], until: float
+) -> tuple[Channel, dict[str, Any]]:
+    """A connection on which both sides have proved themselves, and what is answered to `hello`.
+
+    Tried again in growing pauses as long as there is time; then it is the last OSError or Refused. WrongToken is raised
+    at once.
+    """
+    pause = FIRST_PAUSE_S
+    while True:
+        channel, seconds = None, max(0.1, min(HANDSHAKE_S, until - time.monotonic()))
+        try:
+            channel = Channel(socket.create_connection((host, port), timeout=seconds))
+            if channel.socket.getsockname() == channel.socket.getpeername():
+                raise ConnectionRefusedError("nothing listens there")  # and TCP has met itself
+            channel.call(token, purpose, time.monotonic() + seconds)
+            channel.send(hello())
+            return channel, channel.receive(until + ANSWER_S)
+        except BaseException as error:
+            if channel:
+                channel.close()
+            left = until - time.monotonic()
+            if not isinstance(error, (OSError, Refused)) or isinstance(error, WrongToken) or left <= 0:
+                raise
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+        pause = min(1.5 * pause, LONGEST_PAUSE_S)
 
 
-async def shake_hands(steps: Handshake, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Runs a handshake to its end. asyncio.IncompleteReadError or OSError if the connection ends first."""
-    found: bytes | None = None
-    try:
-        while True:
-            step = steps.send(found)  # type: ignore[arg-type]  # None starts a generator
-            found = b""
-            if isinstance(step, int):
-                found = await reader.readexactly(step)
-            else:
-                writer.write(step)
-    except StopIteration:
-        return
+class Door:
+    """A port where processes that prove to have the job's token come in, each to `serve` in a thread of its own.
+
+    `serve` gets the channel, which is its own, and the address that it comes from. Its OSError or Refused closes it.
+    A connection that does not prove itself in time is closed, the oldest also where there are more than are allowed;
+    `on_wrong_token` gets the address of one with another token.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        purpose: str,
+        num_ranks: int,
+        serve: Callable[[Channel, str], None],
+        on_wrong_token: Callable[[str], None] = lambda address: None,
+    ) -> None:
+        self._listener, self._token, self._purpose = _listening(host, port), token, purpose
+        self.port: int = self._listener.getsockname()[1]
+        self._limit, self._serve, self._on_wrong_token = NUM_STRANGERS + num_ranks, serve, on_wrong_token
+        self._strangers: dict[Channel, None] = {}  # in the order in which they came
+        self._turn = threading.Lock()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name=f"{WATCHING}: door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets no more in; those that are in stay."""
+        self._is_closed.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+        self._listener.close()
+        self._thread.join()
+        with self._turn:
+            for stranger in self._strangers:
+                stranger.end()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection, peer = self._listener.accept()
+                channel = Channel(connection)
+            except OSError:  # it ended before it was accepted, or this process has too many files open
+                self._is_closed.wait(FIRST_PAUSE_S)
+                continue
+            with self._turn:
+                self._strangers[channel] = None
+                if len(self._strangers) > self._limit:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    oldest.end()
+            found = ipaddress.ip_address(peer[0].partition("%")[0])
+            address = str(getattr(found, "ipv4_mapped", None) or found)
+            name = f"{WATCHING}: {self._purpose} of {address}"
+            threading.Thread(target=self._let_in, args=(channel, address), name=name, daemon=True).start()
+
+    def _let_in(self, channel: Channel, address: str) -> None:
+        try:
+            try:
+                channel.answer(self._token, self._purpose, time.monotonic() + HANDSHAKE_S)
+            finally:
+                with self._turn:
+                    self._strangers.pop(channel, None)
+            self._serve(channel, address)
+        except WrongToken:
+            self._on_wrong_token(address)
+            channel.close()
+        except (OSError, Refused):
+            channel.close()
 
 
-async def read_frame(reader: asyncio.StreamReader, *, limit: int) -> Frame:
-    """Receives a frame. Refused if it breaks the limits, asyncio.IncompleteReadError if the connection ends."""
-    num_head, num_body = _lengths(await reader.readexactly(LENGTHS.size), limit)
-    return _parsed(await reader.readexactly(num_head)), await reader.readexactly(num_body)
-
-
-def listening(host: str, port: int) -> socket.socket:
+def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens on `port` (0: any that is free). OSError if it cannot.
 
     Only a `host` that is plainly this machine (localhost, 127.0.0.1, ::1) limits who can connect. Any other name is how
@@ -205,8 +250,6 @@ def listening(host: str, port: int) -> socket.socket:
     if host == "::1":
         return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
     if socket.has_dualstack_ipv6():
-        try:
+        with suppress(OSError):  # IPv6 is built in but switched off
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-        except OSError:
-            pass  # IPv6 is built in but switched off
     return socket.create_server(("", port), backlog=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,3 +68,26 @@ class OneRank:
 
 
 ALONE = OneRank()
+
+
+@dataclass(frozen=True)
+class Copying:
+    """What copy engines move where they can: gathers, and what each rank sends to each other; None: as timed."""
+
+    gathers: bool | None = None
+    exchanges: bool | None = None
+
+    @property
+    def demanded(self) -> tuple[str, ...]:
+        """The options that were given."""
+        options = {"--memcpy-all-gather": self.gathers, "--memcpy-send-recv": self.exchanges}
+        return tuple(option for option, given in options.items() if given)
+
+    @property
+    def in_words(self) -> str:
+        """What is copied; empty if nothing is."""
+        moved = [what for what, is_copied in (("weights", self.gathers), ("gradients", self.exchanges)) if is_copied]
+        return f"{' and '.join(moved)} by copy engines" if moved else ""
+
+
+NO_COPIES = Copying(False, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.comm.peer_copies import Copying
+from llmq.comm.world import Copying
 from llmq.errors import UsageError
 from llmq.options.maths import ShardingOptions
 from llmq.stores.sharding import Sharding

@@ -80,7 +80,7 @@ def run(
     with ExitStack() as stack:
         ranks = ranks or stack.enter_context(joined(options))
         log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first, again=ranks.again))
-        ranks.on_lost = lambda report: log.end("failed", error="; ".join(map(str, report.lost)))
+        ranks.on_lost = lambda lost: log.end("failed", error="; ".join(map(str, lost)))
         stack.enter_context(hold(options, log, ranks))
         job = ranks.in_turn(lambda: prepare(options, log, ranks), told)
         if job.plans_only:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmq.comm.launch import TRAIN
+from llmq.comm.environment import TRAIN
 from llmq.data.batches.loader import Data
 from llmq.disk import shown, storage
 from llmq.files.checkpoint import Checkpoints, load

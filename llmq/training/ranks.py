@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from llmq.comm.board import Beat
-from llmq.comm.join import copied_in_words, join_world
-from llmq.comm.launch import TRAIN, WATCHDOG_S, gpu_index, recognised, watchdog_s
-from llmq.comm.start import starts_ranks
-from llmq.comm.watchdog import Watchdog, WatchReport
+from llmq.comm.environment import TRAIN, WATCHDOG_S, gpu_index, recognised, starts_ranks, watchdog_s
 from llmq.comm.world import ALONE, World
 from llmq.errors import UsageError
 from llmq.hardware import device
@@ -22,6 +18,10 @@ from llmq.hardware.device import Device
 from llmq.options.field import flag
 from llmq.options.parse import Options, shown
 from llmq.plan import sharding
+
+if TYPE_CHECKING:
+    from llmq.comm.board import Beat, LostRank
+    from llmq.comm.membership import Membership
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
@@ -51,8 +51,8 @@ class Ranks:
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
-        self.on_lost: Callable[[WatchReport], None] = lambda report: None  # the last that this rank does
-        self._watchdog: Watchdog | None = None
+        self.on_lost: Callable[[Sequence[LostRank]], None] = lambda lost: None  # the last that this rank does
+        self._watched: Membership | None = None
 
     @property
     def is_first(self) -> bool:
@@ -103,25 +103,27 @@ class Ranks:
 
     def long(self, what: str) -> AbstractContextManager[None]:
         """Around what may take longer than the others would wait for a rank that computes."""
-        return nullcontext() if self._watchdog is None else self._watchdog.long(what)
+        return nullcontext() if self._watched is None else self._watched.long(what)
 
     @contextmanager
     def watched(self, folder: Path, patience: float = WATCHDOG_S) -> Iterator[None]:
-        """Within, a rank that is lost is found in `patience` seconds, and all end with a report, `on_lost` having it.
+        """Within, a rank that is lost is found in `patience` seconds, and all end and say so, `on_lost` in the log.
 
-        Python stacks go to a file in `folder`. MPI looks after its ranks itself.
+        Python stacks go to a file in `folder`. Ranks that are threads have no store, and are not watched.
         """
-        store = getattr(self.world, "store", None)
-        if store is None:
+        member = getattr(self.world, "membership", None)
+        if member is None:
             yield
             return
         stacks = folder / f"rank-{self.rank:05}-stacks.txt"
-        with Watchdog(
-            store, self._beat, stacks, patience=patience, on_lost=lambda report: self.on_lost(report)
-        ) as self._watchdog:
+        with member.watched(
+            self._beat, stacks, patience=patience, on_lost=lambda lost: self.on_lost(lost)
+        ) as self._watched:
             yield
 
     def _beat(self) -> Beat:
+        from llmq.comm.board import Beat
+
         progress = getattr(self.world, "progress", None)
         collective, count = progress() if progress is not None else ("", 0)
         return Beat(self.step, collective, count)
@@ -140,7 +142,7 @@ def joined(options: Options) -> Iterator[Ranks]:
         return
     gpus = device.asked_gpus(options.system)
     place = recognised(os.environ, gpus)
-    if starts_ranks(options.launch, place, gpus):
+    if starts_ranks(options.to_flat()["launcher"], place, gpus):
         asked = f"--gpus {gpus}" if gpus != 1 else "--launcher ray"
         raise UsageError(
             f"{asked} needs several processes, and llmq.train() trains in this one alone: the command llmq-train "
@@ -153,6 +155,8 @@ def joined(options: Options) -> Iterator[Ranks]:
     if place.size == 1:
         yield Ranks(**about)
         return
+    from llmq.comm.join import copied_in_words, join_world
+
     patience = watchdog_s(os.environ)
     picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)
     where = device.use(picked, partial(gpu_index, place))

@@ -11,7 +11,7 @@ import pytest
 from ranks import LEVELS, Run, join, on_two_gpus, same, train
 from tiny_engines import FP8
 
-from llmq.comm.peer_copies import Copying
+from llmq.comm.world import Copying
 from llmq.tensor import Form
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,9 @@ from llmq.bench import run as bench_run
 from llmq.bench.ladder import COMPUTING
 from llmq.bench.ranks import EXPOSED
 from llmq.cli import bench, shell
-from llmq.comm.group import Group, run_group
+from llmq.comm.environment import Place
 from llmq.comm.in_process import run_ranks
+from llmq.comm.launch import Group, run_group
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import CPU
@@ -175,7 +176,7 @@ def test_processes_measure_together(shape, tmp_path):
     arguments = [f"--models={shape.models[0]}", "--dtypes=e4m3", "--seq-len=16", "--tokens-per-step=4096"]
     arguments += ["--steps=2", "--warmup=1", "--device=cpu", "--zero-levels=0,2", f"--save={tmp_path}/out.json"]
     command = ("llmq.cli.start:bench", *arguments)
-    assert run_group(Group(command=command, num=2, token="a token", logs=tmp_path, kind="--gpus")) == 0
+    assert run_group(Group(command, Place(0, 2, 0, 2, "127.0.0.1", 0, "a token", "--gpus"), tmp_path)) == 0
     found = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [(one["gpus"], one["zero_level"]) for one in found] == [(1, None), (2, 0), (2, 2)]
     assert not (tmp_path / "rank-00001.log").read_text()

@@ -10,7 +10,7 @@ import fake_gpu
 import pytest
 
 from llmq.cli import launch, shell, train
-from llmq.comm import start
+from llmq.comm import launch as launching
 from llmq.comm.ray_group import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def groups(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "LLMQ_", "OMPI_", "PMI_"))]:
         monkeypatch.delenv(name)
     found = []
-    monkeypatch.setattr(start, "run_group", lambda group, restarts: found.append((group, restarts)) or 9)
+    monkeypatch.setattr(launching, "run_group", lambda group, restarts: found.append((group, restarts)) or 9)
     return found
 
 
@@ -43,10 +43,11 @@ def test_a_process_per_gpu(groups, asked):
     arguments = (*RUN, "--gpus", asked, "--restart-failed=4")
     assert trains(*arguments) == 9
     [(group, restarts)] = groups
-    assert (group.num, group.size, group.first, group.kind, restarts) == (2, 2, 0, "--gpus", 4)
+    first = group.first
+    assert (group.num, first.size, first.rank, first.kind, restarts) == (2, 2, 0, "--gpus", 4)
     assert group.command == ("llmq.cli.start:train", *arguments) and group.logs == Path("runs/n")
-    assert group.place(1, 7).start == ("llmq-train",)  # whose option --gpus starts as many
-    assert (group.host, group.port, len(group.cores), len(group.token)) == ("127.0.0.1", 0, 2, 32)
+    assert first.start == ("llmq-train",)  # whose option --gpus starts as many
+    assert (first.master_addr, first.master_port, len(group.cores), len(first.token)) == ("127.0.0.1", 0, 2, 32)
 
 
 def test_the_ranks_of_the_second_machine(groups, monkeypatch):
@@ -54,16 +55,16 @@ def test_the_ranks_of_the_second_machine(groups, monkeypatch):
     machines = ("--nnodes=3", "--node-rank=1", "--master-addr=node0", "--master-port=29400", "--join-timeout=5")
     assert launches(*machines, "--gpus=2", "--", *RUN) == 9
     [(group, _)] = groups
-    assert (group.num, group.size, group.first, group.kind) == (2, 6, 2, "llmq-launch")
-    assert (group.host, group.port, group.token, group.join_s) == ("node0", 29400, "given", 5.0)
-    assert [group.place(index, 29400).rank for index in range(2)] == [2, 3] and group.log(0) is not None
+    first = group.first
+    assert (group.num, first.size, first.rank, first.kind) == (2, 6, 2, "llmq-launch")
+    assert (first.master_addr, first.master_port, first.token, first.join_s) == ("node0", 29400, "given", 5.0)
     same = ("--nnodes=3", "--node-rank=1", "--master-addr=node0", "--master-port=29400", "--gpus=2", "--join-timeout=5")
-    assert group.place(0, 29400).start == ("llmq-launch", *same, "--")
+    assert first.start == ("llmq-launch", *same, "--")
 
 
 def test_ranks_know_what_starts_as_many_on_the_cpu(groups):
     launches("--procs=3", "--", *RUN, "--device=cpu")
-    assert groups[0][0].place(0, 1).start == ("llmq-launch", "--procs=3", "--")
+    assert groups[0][0].first.start == ("llmq-launch", "--procs=3", "--")
 
 
 def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):
@@ -71,7 +72,7 @@ def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):
     machines = ("--nnodes=2", "--master-addr=node0", "--gpus=1")
     for more in (("--master-port=1", "--node-rank=0"), ("--master-port=1", "--node-rank=1"), ("--master-port=2",)):
         launches(*machines, *more, "--", *RUN)
-    tokens = [group.token for group, _ in groups]
+    tokens = [group.first.token for group, _ in groups]
     assert tokens[0] == tokens[1] != tokens[2]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.comm.environment import recognised
 from llmq.comm.join import join_world
-from llmq.comm.launch import recognised
 from llmq.errors import TERMINATED, WorldError
 from llmq.hardware.device import CPU
 

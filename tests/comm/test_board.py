@@ -1,10 +1,26 @@
 """Who is lost, by what the ranks say."""
 
-import pytest
-
-from llmq.comm.board import Beat, Board
+from llmq.comm.board import Beat, Watched, lost_ranks
 
 PATIENCE = 60.0
+
+
+class Board:
+    """What ranks have said, by their numbers."""
+
+    def __init__(self, size):
+        self.ranks = {rank: Watched() for rank in range(size)}
+
+    def heard(self, rank, beat, doing):
+        self.ranks[rank].hear(beat, doing)
+
+    def tick(self):
+        """A second."""
+        for rank in self.ranks.values():
+            rank.tick(1.0)
+
+    def lost(self):
+        return lost_ranks(self.ranks, len(self.ranks), PATIENCE)
 
 
 def lost_of(board):
@@ -14,13 +30,11 @@ def lost_of(board):
 def board_of(*ranks, seconds=0.0, alive=True):
     """Ranks that have said (collective, count, doing), and then nothing else for some seconds, although alive."""
     board = Board(len(ranks))
-    for number in range(len(ranks)):
-        board.begin(number, PATIENCE)
-    for _ in range(int(seconds) + 1):
+    for second in range(int(seconds) + 1):
         for number, (collective, count, doing) in enumerate(ranks):
-            if alive or not board.beat(number):
+            if alive or not second:
                 board.heard(number, Beat(3, collective, count), doing)
-        board.tick(1.0)
+        board.tick()
     return board
 
 
@@ -29,7 +43,7 @@ def test_nobody_is_lost_while_all_advance():
     for count in range(500):
         for rank in range(2):
             board.heard(rank, Beat(count, "reduce", count), "")
-        board.tick(1.0)
+        board.tick()
         assert not board.lost()
 
 
@@ -63,7 +77,7 @@ def test_a_rank_beside_one_that_may_take_long_is_still_found():
 def test_the_time_of_what_took_long_does_not_count_afterwards():
     board = board_of(("", 7, "exporting"), ("gather", 8, ""), seconds=600)
     board.heard(0, Beat(3, "", 7), "")
-    board.tick(1.0)
+    board.tick()
     assert not board.lost()
 
 
@@ -74,14 +88,14 @@ def test_ranks_that_were_just_released_are_not_lost():
         for rank, beat in enumerate([Beat(3, "reduce", 4), Beat(3, "reduce", 4), Beat(3, "gather", 5)]):
             board.heard(rank, beat, "")
         assert not board.lost(), seconds
-        board.tick(1.0)
+        board.tick()
     assert lost_of(board).keys() == {0, 1}
 
 
 def test_nor_are_those_in_a_collective_that_all_have_now_begun():
     board = board_of(("", 3, "exporting"), ("reduce", 4, ""), ("reduce", 4, ""), seconds=600)
     board.heard(0, Beat(3, "reduce", 4), "")
-    board.tick(1.0)
+    board.tick()
     assert not board.lost()
 
 
@@ -99,7 +113,7 @@ def test_a_silent_rank_is_lost_before_those_that_wait_for_it():
     board = board_of(("gather", 8, ""), ("gather", 8, ""))
     for _ in range(46):
         board.heard(0, Beat(3, "gather", 8), "")
-        board.tick(1.0)
+        board.tick()
     assert lost_of(board).keys() == {1} and "no sign of life for 47 s" in lost_of(board)[1]
 
 
@@ -109,43 +123,34 @@ def test_silence_counts_while_something_takes_long():
 
 def test_a_rank_that_left_is_not_missed_until_others_wait_for_it():
     board = board_of(("", 8, ""), ("", 8, ""))
-    board.left(1)
+    board.ranks[1].leave()
     for _ in range(100):
         board.heard(0, Beat(4, "", 8), "")
-        board.tick(1.0)
+        board.tick()
     assert not board.lost()
     for _ in range(60):
         board.heard(0, Beat(4, "gather", 9), "")
         assert not board.lost()
-        board.tick(1.0)
+        board.tick()
     assert lost_of(board) == {1: "it has ended, and others wait for it"}
 
 
 def test_a_rank_that_left_may_have_been_the_last_to_come():
     board = board_of(("gather", 9, ""), ("", 8, "exporting"), seconds=100)
-    board.left(1)
-    board.tick(1.0)
+    board.ranks[1].leave()
+    board.tick()
     assert not board.lost()
 
 
 def test_a_rank_that_failed_is_lost_at_once_with_its_reason():
     board = board_of(("gather", 8, ""), ("", 7, ""))
-    board.lose(1, "it has failed with DataError: no data")
+    board.ranks[1].problem = "it has failed with DataError: no data"
     assert lost_of(board) == {1: "it has failed with DataError: no data"}
 
 
 def test_ranks_that_are_not_watched_yet_are_waited_for():
-    board = Board(2)
-    board.begin(0, PATIENCE)
+    board = Board(1)
     for _ in range(1000):
         board.heard(0, Beat(0, "gather", 1), "")
-        board.tick(1.0)
-    assert not board.lost()
-
-
-@pytest.mark.parametrize("patience", [10.0, 100.0])
-def test_the_longest_patience_holds(patience):
-    board = Board(2)
-    board.begin(0, 50.0)
-    board.begin(1, patience)
-    assert board.patience == max(50.0, patience)
+        board.tick()
+    assert not lost_ranks(board.ranks, 2, PATIENCE)

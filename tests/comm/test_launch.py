@@ -1,153 +1,134 @@
-"""Who a rank is, by the variables of each launcher, and what is refused of them."""
+"""Processes as ranks: they meet, hear each signal once, and none stays when one is lost. A stand-in does the work."""
 
-from dataclasses import replace
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from llmq.comm.launch import Place, gpu_index, recognised, watchdog_s
-from llmq.errors import UsageError
+from llmq.comm import launch
+from llmq.comm.environment import Place
+from llmq.comm.launch import Group, run_group
+from llmq.errors import TERMINATED, WorldError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-SRUN = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_NODELIST": "gpu[07-10]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-ONE = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}  # in a batch script
-LAUNCHERS = {"torchrun": TORCHRUN, "srun": SRUN, "Open MPI": OPEN_MPI, "MPICH": MPICH}
+HERE = Path(__file__).parent
+LOST = WorldError.exit_code
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_a_launcher_is_recognised(kind):
-    place = recognised({"PATH": "/bin", **LAUNCHERS[kind]})
-    assert place is not None and place.kind == kind
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 2)
-    meeting = {"torchrun": ("node1", 29501), "srun": ("gpu07", 20000 + 16 * 4711 % 12000)}
-    assert (place.master_addr, place.master_port) == meeting.get(kind, ("", 0))
-    assert place.token is None and f"8, 2 on this machine, started by {kind} (" in place.in_words
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """A function that runs the stand-in on some ranks, and returns its exit code and what was shown."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
+
+    def run(num, *arguments, restarts=0, cores=()):
+        first = Place(0, num, 0, num, "127.0.0.1", 0, "token", "--gpus")
+        code = run_group(Group(("stand_in:main", *arguments), first, tmp_path / "logs", cores), restarts)
+        said = capfd.readouterr()
+        return code, said.out + said.err
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("environ", "start"),
-    [
-        (
-            TORCHRUN,
-            "torchrun --nnodes=4 --node-rank=0 --master-addr=node1 --master-port=29500 --nproc-per-node=2 -m llmq",
-        ),
-        ({**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}, "torchrun --nproc-per-node=2 -m llmq"),
-        ({key: value for key, value in TORCHRUN.items() if not key.startswith("LOCAL_")}, "llmq-train"),
-        (SRUN, "srun --ntasks=8 llmq-train"),
-        (OPEN_MPI, "mpirun -n 8 llmq-train"),
-        (MPICH, "mpirun -n 8 llmq-train"),
-    ],
-)
-def test_what_starts_as_many_ranks(environ, start):
-    assert " ".join(recognised(environ).start) == start
+def test_ranks_meet(run, tmp_path):
+    core = max(os.sched_getaffinity(0))
+    code, said = run(3, "exchange", cores=[frozenset([core]), frozenset(), frozenset()])
+    assert not code and f"rank 0 on cores [{core}]" in said, said
+    assert "Ranks: 3, 3 on this machine, started by --gpus" in said
+    expected = 3 * sum(100 * step + 10 * a + b for step in range(5) for a in range(3) for b in range(3))
+    assert f"the sum over 3 ranks is {expected}" in said
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank-00001.log", "rank-00002.log"]
 
 
-def test_a_place_is_what_its_variables_say():
-    place = Place(5, 8, 1, 2, "node1", 29500, "abc", "llmq-launch", "LLMQ_RANK, LLMQ_WORLD_SIZE", has_store=True)
-    assert recognised(place.environ(), gpus=2) == place
-    other = replace(place, again=True, join_s=7.0, start=("llmq-launch", "--master-addr=a b", "--"))
-    assert recognised(other.environ()) == other
+def test_the_code_is_that_of_the_rank_that_failed_by_itself(run):
+    code, said = run(2, "fail", "1", "3")
+    assert code == 3 and "rank 1 ended with exit code 3; the end of " in said
+    assert "  error: rank 1 cannot" in said and "rank 1 is lost" in said  # which is what rank 0 says
 
 
-@pytest.mark.parametrize("environ", [{}, ONE, {**ONE, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}])
-def test_a_process_on_its_own(environ):
-    assert recognised(environ) is None
+@pytest.mark.slow
+def test_what_rank_0_says_is_not_repeated(run):
+    code, said = run(2, "fail", "0", "3")
+    assert code == 3 and said.count("error: rank 0 cannot") == 1 and "ended with" not in said
 
 
-def test_variables_of_ours_override_a_launchers():
-    own = {"LLMQ_MASTER_PORT": "1234", "LLMQ_JOB_TOKEN": "abc", "LLMQ_JOIN_TIMEOUT": "5"}
-    assert recognised({**SRUN, "LLMQ_MASTER_ADDR": "10.0.0.7"}).master_addr == "10.0.0.7"
-    for environ in (TORCHRUN, SRUN):
-        place = recognised(environ | own)
-        assert (place.master_port, place.token, place.join_s) == (1234, "abc", 5.0)
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed(run, rank):
+    """Where that is rank 0, the launcher shows what another says of it."""
+    code, said = run(2, "kill", str(rank))
+    assert code == LOST and f"rank {rank} was ended by SIGKILL" in said and f"rank {rank} is lost" in said
 
 
-def test_how_soon_a_rank_is_lost():
-    assert watchdog_s({}) == 60 and watchdog_s({"LLMQ_WATCHDOG_SECONDS": "2.5"}) == 2.5
-    with pytest.raises(UsageError, match="LLMQ_WATCHDOG_SECONDS soon is not a number of seconds above 0"):
-        watchdog_s({"LLMQ_WATCHDOG_SECONDS": "soon"})
+@pytest.mark.sweep
+def test_a_rank_that_stays_is_ended(run, monkeypatch):
+    monkeypatch.setattr(launch, "ENDINGS", ((0.2, signal.SIGTERM), (0.4, signal.SIGKILL)))
+    start = time.monotonic()
+    code, said = run(2, "stay", "1")
+    assert code == 1 and time.monotonic() - start < 30
+    assert "rank 1 is still there 0.2 s after another failed: SIGTERM" in said and ": SIGKILL" in said
 
 
-def test_a_random_port_of_torchrun_is_not_followed():
-    """torchrun --standalone takes any free port: the next one may be in use by an outgoing connection."""
-    assert 20_000 <= recognised({**TORCHRUN, "MASTER_PORT": "45123"}).master_port < 32_000
+def test_a_group_starts_again(run, tmp_path):
+    code, said = run(2, "fail-once", "1", str(tmp_path), restarts=1)
+    assert not code and "starting again from the last checkpoint (start 2 of 2)" in said
+    assert "the sum over 2 ranks" in said
 
 
-def test_variables_without_local_ones_are_those_of_one_rank_per_machine():
-    kubeflow = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    place = recognised(kubeflow)
-    assert (place.rank, place.local_rank, place.local_size) == (5, 0, None)
+@pytest.mark.sweep
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 7])
+def test_what_another_start_would_not_mend_ends_the_run(run, code):
+    found, said = run(2, "fail", "0", str(code), restarts=3)
+    assert found == code and "starting again" not in said
 
 
-def test_a_site_that_sets_the_variables_of_mpi_for_every_step():
-    assert recognised({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).kind == "srun"
+@pytest.fixture
+def waiting(tmp_path):
+    """A function that starts a launcher of two ranks that wait for a signal: its process, and the log of rank 1."""
+
+    def start(last):
+        script = (
+            "import sys; from pathlib import Path;"
+            "from llmq.comm.environment import Place; from llmq.comm.launch import Group, run_group;"
+            "first = Place(0, 2, 0, 2, '127.0.0.1', 0, 'token', '--gpus');"
+            f"sys.exit(run_group(Group(('stand_in:main', 'wait', '{last}'), first, Path(sys.argv[1]))))"
+        )
+        environ = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+        command = [sys.executable, "-c", script, str(tmp_path)]
+        launcher = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, process_group=0)
+        assert launcher.stdout
+        while "rank 0 waits" not in launcher.stdout.readline():
+            pass
+        log = tmp_path / "rank-00001.log"
+        while "rank 1 waits" not in log.read_text():
+            time.sleep(0.02)
+        return launcher, log
+
+    return start
 
 
-@pytest.mark.parametrize("tasks", ["1", "4"])
-def test_torchrun_within_srun(tasks):
-    """One agent per machine, which starts the ranks."""
-    outer = {**SRUN, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2"}
-    assert recognised({**TORCHRUN, **outer, "SLURM_LOCALID": "0"}).kind == "torchrun"
+def test_each_rank_hears_each_signal_once(waiting):
+    """Sent to the launcher's process group, as a terminal does."""
+    launcher, log = waiting(signal.SIGTERM)
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+        os.killpg(launcher.pid, number)
+        time.sleep(0.1)
+    said = launcher.communicate()[0]
+    heard = [int(number) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)]
+    assert launcher.returncode == TERMINATED
+    assert f"rank 0 heard {heard}" in said and f"rank 1 heard {heard}" in log.read_text()
 
 
-def without(environ, *names):
-    """The variables but these."""
-    return {name: value for name, value in environ.items() if name not in names}
-
-
-@pytest.mark.parametrize(
-    ("environ", "gpus", "said"),
-    [
-        (TORCHRUN, 4, r"--gpus 4, but torchrun started 2 of the 8 ranks on this machine \(RANK, WORLD_SIZE\)"),
-        (SRUN, 8, r"--gpus 8, but srun started 2 of the 8 ranks"),
-        (without(TORCHRUN, "WORLD_SIZE"), 1, "RANK is set, but WORLD_SIZE is not"),
-        (without(TORCHRUN, "RANK", "MASTER_PORT"), 1, "WORLD_SIZE is set, but RANK, MASTER_PORT is not"),
-        (without(TORCHRUN, "LOCAL_RANK"), 1, "LOCAL_WORLD_SIZE is set, but LOCAL_RANK is not"),
-        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), 1, "but OMPI_COMM_WORLD_SIZE is not"),
-        (without(SRUN, "SLURM_STEP_NODELIST"), 1, "SLURM_STEP_NODELIST"),
-        ({**TORCHRUN, "RANK": "8"}, 1, "rank 8 of 8 is none"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, 1, "local rank 2 of 2"),
-        ({**TORCHRUN, "RANK": "five"}, 1, "RANK is 'five', which is not a whole number"),
-        ({**SRUN, "SLURM_NODEID": "4"}, 1, "SLURM_NODEID 4 is none of the nodes"),
-        ({**SRUN, "LLMQ_JOIN_TIMEOUT": "0"}, 1, "LLMQ_JOIN_TIMEOUT 0 is not a number of seconds above 0"),
-        ({**TORCHRUN, **SRUN}, 1, r"two launchers at once: torchrun \(RANK, .* srun \(SLURM_PROCID"),
-        ({**TORCHRUN, **OPEN_MPI}, 1, "two launchers at once: torchrun .* Open MPI"),
-        ({**MPICH, **OPEN_MPI, "PMI_RANK": "4"}, 1, "two launchers at once: Open MPI .* MPICH"),
-        ({"LLMQ_RANK": "0", "LLMQ_WORLD_SIZE": "2"}, 1, "LLMQ_JOB_TOKEN"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(environ, gpus, said):
-    with pytest.raises(UsageError, match=said):
-        recognised(environ, gpus)
-
-
-def test_the_gpu_of_a_rank():
-    torchrun, srun = recognised(TORCHRUN), recognised(SRUN)
-    assert gpu_index(None, 8) == 0 and gpu_index(torchrun, 2) == gpu_index(srun, 2) == 1
-    assert gpu_index(srun, 1) == 0  # the others are hidden from it
-    with pytest.raises(UsageError, match="rank 5 is number 1 on its machine, which shows it 1 GPUs"):
-        gpu_index(torchrun, 1)
+@pytest.mark.sweep
+def test_ranks_end_with_their_launcher(waiting):
+    """Also when it is killed."""
+    launcher, log = waiting(signal.SIGUSR1)
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 20
+    while "rank 1 heard" not in log.read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "rank 0 heard" in launcher.stdout.read()

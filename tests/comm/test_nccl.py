@@ -7,11 +7,10 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from llmq.comm import nccl, timed_copies
+from llmq.comm import nccl
 from llmq.comm.join import copied_in_words
 from llmq.comm.nccl import NcclWorld
-from llmq.comm.peer_copies import Copying
-from llmq.comm.world import OneRank
+from llmq.comm.world import Copying, OneRank
 
 MANY = nccl.LEAST_BYTES
 FP32 = np.dtype("float32")
@@ -165,8 +164,8 @@ def test_what_is_left_to_timing_is_copied_where_that_is_faster(asked, expected, 
     def timed(world, works):
         return {(name, how): value for name in works for how, value in seconds[name].items()}
 
-    monkeypatch.setattr(timed_copies, "timed", timed)
-    assert timed_copies.fastest(OneRank(), asked) == expected
+    monkeypatch.setattr(nccl, "timed", timed)
+    assert nccl.fastest(OneRank(), asked) == expected
 
 
 @pytest.mark.parametrize(

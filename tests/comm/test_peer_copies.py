@@ -12,7 +12,8 @@ import pytest
 
 from llmq.comm import peer_copies
 from llmq.comm.in_process import run_ranks
-from llmq.comm.peer_copies import ARRIVED, NO_COPIES, READY, Copying, PeerCopies, PeerError, Transfers
+from llmq.comm.peer_copies import ARRIVED, READY, PeerCopies, PeerError, Transfers
+from llmq.comm.world import NO_COPIES, Copying
 from llmq.errors import WorldError
 
 SPACE = 1 << 20  # addresses of one GPU

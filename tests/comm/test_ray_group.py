@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from ray_actors import keepers
 
-from llmq.comm.group import Group
+from llmq.comm.environment import Place
+from llmq.comm.launch import Group
 from llmq.comm.ray_group import run_ray_group
 from llmq.errors import UsageError, WorldError
 
@@ -36,7 +37,7 @@ def run(cluster, tmp_path, capfd):
     """A function that runs the stand-in on two actors, and returns its exit code and what was shown."""
 
     def run(*arguments, restarts=0, num=2):
-        group = Group(("stand_in:main", *arguments), num, "token", tmp_path / "logs", "ray")
+        group = Group(("stand_in:main", *arguments), Place(0, num, 0, num, "", 0, "token", "ray"), tmp_path / "logs")
         code = run_ray_group(group, cluster, restarts, on_gpus=False)
         said = capfd.readouterr()
         return code, said.out + said.err
@@ -87,6 +88,6 @@ def test_a_cluster_that_is_too_small(run):
 
 
 def test_a_cluster_that_is_not_there(tmp_path):
-    group = Group(("stand_in:main", "exchange"), 2, "token", tmp_path, "ray")
+    group = Group(("stand_in:main", "exchange"), Place(0, 2, 0, 2, "", 0, "token", "ray"), tmp_path)
     with pytest.raises(UsageError, match="no Ray cluster answers there"):
         run_ray_group(group, "127.0.0.1:1", 0, on_gpus=False)

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from contextlib import closing, suppress
 
@@ -14,8 +13,9 @@ import numpy as np
 import pytest
 from rank_threads import at_once
 
-from llmq.comm import mesh, tcp, wire
-from llmq.comm.rendezvous import Store, StoreServer
+from llmq.comm import tcp, wire
+from llmq.comm.membership import Membership
+from llmq.comm.store import StoreServer
 from llmq.comm.tcp import TcpWorld
 from llmq.errors import WorldError
 
@@ -27,8 +27,7 @@ def run_ranks(size, work):
     server = StoreServer(HOST, 0, size, TOKEN, 20)
 
     def run(rank):
-        world = TcpWorld(Store.join(HOST, server.port, rank, size, TOKEN, 20), rank, size, deadline=20)
-        with closing(world):
+        with closing(TcpWorld(HOST, server.port, rank, size, TOKEN, 20)) as world:
             return work(world)
 
     found = at_once(size, run)
@@ -150,56 +149,48 @@ def test_an_interrupted_exchange_is_not_continued(monkeypatch):
 
 def test_strangers_are_not_taken_for_ranks(monkeypatch):
     """Between the listening of a rank and the last connection: silence, garbage, another token, a wrong rank."""
-    monkeypatch.setattr(mesh, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
     strangers = []
 
-    def gather(store, message, whole=Store.gather):
-        port = message[1]
-        for token, head in ((None, b"GET /"), ("another", None), (TOKEN, {"from": 0, "to": 0})):
-            connection = socket.create_connection((HOST, port))
-            strangers.append(connection)
-            channel = wire.Channel(connection)
-            if head is None or isinstance(head, dict):
-                with suppress(OSError, wire.Refused):
-                    channel.shake_hands(wire.calling(token, mesh.PURPOSE), time.monotonic() + 5)
-                    channel.send(head)
-            else:
-                connection.sendall(head)
-        return whole(store, message)
+    class Visited(Membership):
+        @classmethod
+        def join(cls, *where, own_port):
+            strangers.append(socket.create_connection((HOST, own_port)))
+            strangers.append(socket.create_connection((HOST, own_port)))
+            strangers[-1].sendall(b"GET /")
+            for token in ("another", TOKEN):
+                channel = wire.Channel(socket.create_connection((HOST, own_port)))
+                strangers.append(channel)
+                with suppress(wire.WrongToken):
+                    channel.call(token, tcp.PURPOSE, time.monotonic() + 5)
+                    channel.send({"from": 0, "to": 0})
+            return Membership.join(*where, own_port=own_port)
 
-    monkeypatch.setattr(Store, "gather", gather)
+    monkeypatch.setattr(tcp, "Membership", Visited)
     assert run_ranks(3, lambda world: world.gather(world.rank)) == [[0, 1, 2]] * 3
-    for connection in strangers:
-        connection.close()
+    assert len(strangers) == 12
+    for stranger in strangers:
+        stranger.close()
 
 
-def test_a_rank_that_does_not_call_is_named():
+def test_a_rank_that_does_not_call_is_named(monkeypatch):
+    monkeypatch.setattr(tcp, "CONNECT_S", 0.2)
     server = StoreServer(HOST, 0, 2, TOKEN, 20)
-    stores = [None, None]
-
-    def join(rank):
-        stores[rank] = Store.join(HOST, server.port, rank, 2, TOKEN, 20)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    other = threading.Thread(target=lambda: stores[1].gather([None, 1]))
-    other.start()
-    with pytest.raises(WorldError, match=r"rank 0 was not called by rank 1 within 0.2 s"):
-        TcpWorld(stores[0], 0, 2, deadline=0.2)
-    other.join()
+    join = (
+        (lambda rank: TcpWorld(HOST, server.port, 0, 2, TOKEN, 20)),
+        (lambda rank: Membership.join(HOST, server.port, 1, 2, TOKEN, 20)),
+    )
+    found = at_once(2, lambda rank: join[rank](rank))
+    assert "rank 0 was not called by rank 1 within 0.2 s" in str(found[0])
     server.close(grace=0)
 
 
 LOOP = """
     import sys, time, numpy as np
-    from llmq.comm.rendezvous import Store
     from llmq.comm.tcp import TcpWorld
     from llmq.errors import WorldError
     port, rank, size = map(int, sys.argv[1:])
-    world = TcpWorld(Store.join("127.0.0.1", port, rank, size, "the job's token", 20), rank, size)
+    world = TcpWorld("127.0.0.1", port, rank, size, "the job's token", 20)
     try:
         while True:
             world.gather(rank)
@@ -223,6 +214,6 @@ def test_a_killed_rank_is_named_by_all_others():
     ranks[1].send_signal(signal.SIGKILL)
     for rank in (0, 2):
         _, error = ranks[rank].communicate(timeout=30)
-        assert (error, ranks[rank].returncode) == ("rank 1 is lost: its process on 127.0.0.1 has ended\n", 6)
+        assert (error, ranks[rank].returncode) == ("rank 1 is lost: its process has ended\n", 6)
     ranks[1].communicate()
     server.close(grace=0)

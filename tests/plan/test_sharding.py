@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq.comm.peer_copies import Copying
+from llmq.comm.world import Copying
 from llmq.errors import UsageError
 from llmq.options.maths import ShardingOptions
 from llmq.plan.sharding import copying, refuse_copies

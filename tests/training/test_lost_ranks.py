@@ -75,7 +75,7 @@ class Launched:
                 continue
             variables = dict(one.partition("=")[::2] for one in text.split("\0"))
             if variables.get("LLMQ_LAUNCHER_PID") == str(self.launcher.pid):
-                ids[int(variables["LLMQ_RANK"])] = int(process.name)
+                ids[int(variables["RANK"])] = int(process.name)
         return ids
 
     def reaches(self, step):

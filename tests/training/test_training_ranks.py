@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
 import llmq
+from llmq.comm.environment import Place
 from llmq.comm.in_process import run_ranks
-from llmq.comm.launch import Place
 from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found
@@ -196,7 +196,7 @@ def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
 
 def test_a_single_rank_knows_what_started_it(monkeypatch):
     start = ("llmq-launch", "--procs=1", "--")
-    place = Place(0, 1, 0, 1, "127.0.0.1", 7, "token", "llmq-launch", "", start=start, again=True)
+    place = Place(0, 1, 0, 1, "127.0.0.1", 7, "token", "llmq-launch", start=start, again=True)
     for name, value in place.environ().items():
         monkeypatch.setenv(name, value)
     with joined(Options.parse({"model": "m", "train_file": "t.bin"})) as ranks:

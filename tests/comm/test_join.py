@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmq.comm.job_token import derived_token
+from llmq.comm.join import derived_token
 from llmq.errors import UsageError
 
 

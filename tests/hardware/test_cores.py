@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llmq.comm.cores import cores_beside, cores_of_ranks, read_cores
+from llmq.hardware.cores import cores_beside, cores_of_ranks, read_cores
 
 ADDRESS = "0000:18:00.0"
 

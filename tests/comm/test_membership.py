@@ -1,19 +1,22 @@
 """Real processes, one of which is killed, stopped, stuck or fails: the others say so and end with code 6, in time."""
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rank_threads import at_once
 
 from llmq.comm.board import Beat
-from llmq.comm.rendezvous import Store, StoreServer
-from llmq.comm.watchdog import Watchdog
+from llmq.comm.membership import Membership
+from llmq.comm.store import StoreServer
 from llmq.errors import WorldError
 
 TOKEN = "the job's token"
@@ -22,15 +25,14 @@ RANK = """
     import os, sys, time
     from pathlib import Path
     from llmq.comm.board import Beat
-    from llmq.comm.rendezvous import Store, StoreServer
+    from llmq.comm.store import StoreServer
     from llmq.comm.tcp import TcpWorld
-    from llmq.comm.watchdog import Watchdog
     from llmq.errors import LlmqError, WorldError
 
     folder, port, rank, size, patience, trouble, steps, keeps = sys.argv[1:]
     port, rank, size, steps, keeps = int(port), int(rank), int(size), int(steps), int(keeps)
     server = StoreServer("127.0.0.1", port, size, "the job's token", 20) if keeps and rank == 0 else None
-    store = Store.join("127.0.0.1", port, rank, size, "the job's token", 20)
+    world = TcpWorld("127.0.0.1", port, rank, size, "the job's token", 20)
     at = [0, "", 0]
 
     def work_of_the_stuck():
@@ -56,20 +58,20 @@ RANK = """
                     raise LlmqError("the loss is not finite")
                 if rank == 1 and trouble == "long":
                     with watch.long("exporting"):
-                        time.sleep(3 * float(patience))
+                        time.sleep(3 * patience)
             time.sleep(0.01)
 
-    def last_lines(report):
-        print(f"the log of rank {rank} ends: {[one.rank for one in report.lost]}", flush=True)
+    def last_lines(lost):
+        print(f"the log of rank {rank} ends: {[one.rank for one in lost]}", flush=True)
         if rank == 0 and trouble == "the log is stuck":
             time.sleep(1000)
 
-    world = TcpWorld(store, rank, size)
     status = 0
     try:
         try:
             stacks = Path(folder, f"stacks-{rank}")
-            with Watchdog(store, lambda: Beat(*at), stacks, patience=float(patience), on_lost=last_lines) as watch:
+            beat, patience = lambda: Beat(*at), float(patience)
+            with world.membership.watched(beat, stacks, patience=patience, on_lost=last_lines) as watch:
                 run(world, watch)
         finally:
             world.close()
@@ -172,7 +174,7 @@ def test_a_rank_that_stands_still_says_where(tmp_path):
             assert "(last seen in step 3, after collective 4)" in error
         for number in range(3):
             stacks = (tmp_path / f"stacks-{number}").read_text()
-            assert stacks.count("Python stacks of rank 1:") == 1 and "in work_of_the_stuck" in stacks
+            assert f"Python stacks of rank {number}:" in stacks and ("in work_of_the_stuck" in stacks) == (number == 1)
 
 
 @pytest.mark.sweep
@@ -257,100 +259,85 @@ def test_all_ranks_stopped_and_continued_are_not_lost(tmp_path):
         assert ranks.ends(0, 1, 2, within=30) == [(0, "", "")] * 3
 
 
-def stores_of(server, size):
-    """The stores of ranks in this process."""
-    stores = [None] * size
-
-    def join(rank):
-        stores[rank] = Store.join("127.0.0.1", server.port, rank, size, TOKEN, 20)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return stores
-
-
 @contextmanager
 def watched(size, beats, monkeypatch, *, patience):
-    """Watchdogs of ranks in this process, and the reports with which they would end it."""
+    """Ranks in this process that are watched, and which ranks each hears are lost, where it would end the process."""
+    monkeypatch.setattr(os, "_exit", lambda code: None)
     reports = [None] * size
-    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: reports.__setitem__(watch._store.rank, lost))
     server = StoreServer("127.0.0.1", 0, size, TOKEN, 20)
-    stores = stores_of(server, size)
+    members = at_once(size, lambda rank: Membership.join("127.0.0.1", server.port, rank, size, TOKEN, 20))
+
+    def enter(rank):
+        heard = partial(reports.__setitem__, rank)
+        return stack.enter_context(
+            members[rank].watched(lambda: beats[rank], NOWHERE / "stacks", patience=patience, on_lost=heard)
+        )
+
     try:
         with ExitStack() as stack:
-            watches = [
-                Watchdog(store, lambda rank=rank: beats[rank], NOWHERE, patience=patience)
-                for rank, store in enumerate(stores)
-            ]
-            yield [stack.enter_context(watch) for watch in watches], reports
-        for store in stores:
-            store.close()
+            yield [enter(rank) for rank in range(len(beats))], members, reports
     finally:
+        for member in members:
+            member.close()
         server.close(grace=0)
 
 
+def wait_for(reports, *ranks):
+    """Until all of these have heard who is lost."""
+    until = time.monotonic() + 20
+    while not all(reports[rank] for rank in ranks) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 @pytest.mark.sweep
-def test_reports_have_the_stacks_of_a_rank_that_stands_still(monkeypatch):
+def test_a_rank_that_stands_still_is_told_with_where_it_was(monkeypatch, tmp_path):
     beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
-    with watched(2, beats, monkeypatch, patience=3.0) as (_, reports):
-        until = time.monotonic() + 20
-        while not all(reports) and time.monotonic() < until:
-            time.sleep(0.02)
+    monkeypatch.chdir(tmp_path)
+    with watched(2, beats, monkeypatch, patience=3.0) as (_, _, reports):
+        wait_for(reports, 0, 1)
     for [one] in reports:
         assert (one.rank, one.beat) == (1, beats[1]) and "stands still" in one.why
-        assert "test_reports_have_the_stacks_of_a_rank_that_stands_still" in one.stacks
+    assert "test_a_rank_that_stands_still" in (tmp_path / "nowhere/stacks").read_text()
 
 
 @pytest.mark.sweep
 def test_long_work_and_normal_ends_are_no_loss(monkeypatch):
     beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
-    with watched(2, beats, monkeypatch, patience=3.0) as (watches, reports):
+    with watched(2, beats, monkeypatch, patience=3.0) as (watches, _, reports):
         with watches[1].long("exporting"), watches[1].long("hashing"):
             time.sleep(4.0)
         beats[:] = [Beat(6, "", 10)] * 2
     assert reports == [None, None]
 
 
-def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch):
-    reported = threading.Event()
-    reports = []
-    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
-    server = StoreServer("127.0.0.1", 0, 2, TOKEN, 20)
-    stores = stores_of(server, 2)
-    with Watchdog(stores[0], lambda: Beat(0, "", 0), NOWHERE, patience=60.0):
-        stores[1]._channel.close()
-        assert reported.wait(10)
-    [one] = reports[0]
-    assert (one.rank, one.why) == (1, "its process on 127.0.0.1 has ended")
-    server.close(grace=0)
+def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with watched(2, [Beat(0, "", 0)], monkeypatch, patience=60.0) as (_, members, reports):
+        members[1]._channel.end()
+        wait_for(reports, 0)
+        [one] = reports[0]
+    assert (one.rank, one.why) == (1, "its process has ended")
 
 
-@pytest.mark.parametrize(("keeper", "who"), [(True, "rank 0"), (False, "the launcher")])
-def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, keeper, who):
-    reported = threading.Event()
-    reports = []
-    monkeypatch.setattr(Watchdog, "_end", lambda watch, lost: (reports.append(lost), reported.set()))
-    server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
-    [store] = stores_of(server, 1)
-    store.is_keeper = keeper
-    with Watchdog(store, lambda: Beat(7, "", 3), NOWHERE, patience=60.0) as watchdog:
-        while not server._desk._writers or (keeper and not watchdog._keepers):
-            time.sleep(0.01)
-        [writer] = server._desk._writers.values()
-        server._loop.call_soon_threadsafe(writer.transport.abort)
-        assert reported.wait(10)
+@pytest.mark.parametrize(("keepers", "who"), [([0], "rank 0"), ([None], "the launcher")])
+def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, tmp_path, keepers, who):
+    monkeypatch.chdir(tmp_path)
+    with watched(1, [Beat(7, "", 3)], monkeypatch, patience=60.0) as ([member], _, reports):
+        assert member._keepers == [0], "a rank in this process, as the store is"
+        member._keepers = keepers
+        member._channel.socket.shutdown(socket.SHUT_RD)
+        wait_for(reports, 0)
     [[one]] = reports
-    assert str(one).startswith(f"{who} is lost: it keeps the store; its connection has ended")
-    assert ("last seen in step 7, after collective 3" in str(one)) == keeper
-    server.close(grace=0)
+    assert str(one) == f"{who} is lost: it keeps the store; its connection has ended (the connection was closed)"
 
 
 def test_a_store_that_is_gone_cannot_watch():
     server = StoreServer("127.0.0.1", 0, 1, TOKEN, 20)
-    store = Store.join("127.0.0.1", server.port, 0, 1, TOKEN, 20)
+    member = Membership.join("127.0.0.1", server.port, 0, 1, TOKEN, 20)
+    member._channel.end()
+    with (
+        pytest.raises(WorldError, match="rank 0 cannot reach the store to be watched"),
+        member.watched(lambda: Beat(0, "", 0), NOWHERE, patience=60.0),
+    ):
+        pass
     server.close(grace=0)
-    with pytest.raises(WorldError, match="rank 0 cannot reach the store to be watched"):
-        Watchdog(store, lambda: Beat(0, "", 0), NOWHERE).__enter__()

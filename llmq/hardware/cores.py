@@ -1,4 +1,4 @@
-"""Which cores each rank of a machine runs on: those beside its GPU, or of the CPU its share.
+"""Which cores each rank of a machine runs on: those beside its GPU, or its share of the CPU.
 
 Memory needs no setting of its own: Linux gives a process pages of the NUMA node on whose cores it first writes them.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cores_of_ranks(num: int, gpus: list[str] | None, root: Path = Path("/")) -> list[frozenset[int]]:
-    """The cores of each of `num` ranks; an empty set leaves a rank where it is.
+    """The cores of each of `num` ranks: an empty set leaves a rank where it is.
 
     `gpus` has the PCI address of each rank's GPU (0000:18:00.0), or is None for ranks on the CPU, which get equal
     shares of the cores that this process may use. `root` is where sys is mounted.

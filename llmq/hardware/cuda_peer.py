@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmq.comm.peer_copies import WORD, Move, PeerError
-
+WORD = 4  # bytes of what other GPUs set
 ALLOCATION = 2 << 20  # that has a handle of its own: smaller ones may be parts of one
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 RELEASE_S = 5.0  # at most, until all that waits has gone on
+Move = tuple[int, int, int]  # target, source, bytes
+
+
+class PeerError(Exception):
+    """Why a GPU cannot reach the memory of another one."""
 
 
 def machine() -> str:
@@ -55,7 +59,8 @@ def _close(address: int) -> None:
 
 
 class CudaPeer:
-    """The current device of this process."""
+    """The current device of this process, its GPU. Copies and meetings are in the order of the current stream, or in a
+    graph."""
 
     def __init__(self) -> None:
         from cupy.cuda import Stream, runtime
@@ -65,7 +70,10 @@ class CudaPeer:
         self._opened: weakref.WeakValueDictionary[str, OpenedMemory] = weakref.WeakValueDictionary()
 
     def exported(self, address: int) -> tuple[str, int]:
-        """Handle of the allocation, in hexadecimal digits, and the offset in it."""
+        """A handle for the allocation that an address is in, in hexadecimal digits, and the offset in it.
+
+        PeerError if it has none.
+        """
         from cuda.bindings import driver
         from cupy.cuda import runtime
 
@@ -77,14 +85,17 @@ class CudaPeer:
             raise PeerError(str(error)) from error
 
     def opened(self, handle: str) -> OpenedMemory:
-        """One mapping for all who ask while it is there: CUDA has no second one in a process."""
+        """The memory of a handle of another process: one mapping for all, since CUDA has no second one in a process.
+
+        PeerError where this GPU cannot reach it.
+        """
         found = self._opened.get(handle)
         if found is None:
             found = self._opened[handle] = OpenedMemory(handle)
         return found
 
     def words(self, count: int) -> int:
-        """In an allocation of their own."""
+        """Address of words that are 0, in an allocation of their own, which has a handle."""
         from cupy.cuda import runtime
 
         assert count * WORD <= ALLOCATION
@@ -94,13 +105,13 @@ class CudaPeer:
         return address
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        """On the current stream."""
+        """A copy, by a copy engine where the target is on another GPU."""
         from cupy.cuda import get_current_stream, runtime
 
         runtime.memcpyAsync(target, source, num_bytes, runtime.memcpyDeviceToDevice, get_current_stream().ptr)
 
     def beside(self, moves: Sequence[Move]) -> Callable[[], None]:
-        """On a stream of their own."""
+        """Begins copies within this GPU beside what comes next; what comes after the returned call waits for them."""
         from cupy.cuda import Event, get_current_stream
 
         if not moves:
@@ -115,7 +126,9 @@ class CudaPeer:
         return lambda: get_current_stream().wait_event(end)
 
     def meet(self, theirs: Sequence[int], mine: Sequence[int]) -> None:
-        """Commands of the stream itself, which take neither a kernel nor a copy engine.
+        """Sets words of other GPUs to 1, waits until each of its own is 1, and sets these to 0.
+
+        These are commands of the stream itself, which take neither a kernel nor a copy engine.
 
         What was copied before has arrived when a word is set: the command has a memory barrier for the whole system.
         """
@@ -126,8 +139,10 @@ class CudaPeer:
         _check(driver.cuStreamBatchMemOp(get_current_stream().ptr, len(commands), commands, 0)[0])
 
     def release(self, words: int, count: int) -> None:
-        """Sets them again and again, since what waits clears them, until the GPU has nothing more to do; in any
-        thread."""
+        """Lets all that waits for these words go on, in whatever order it waits; in any thread.
+
+        Sets them again and again, since what waits clears them, until the GPU has nothing more to do.
+        """
         from cuda.bindings import driver
         from cupy.cuda import Stream, runtime
 

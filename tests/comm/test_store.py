@@ -1,0 +1,283 @@
+"""Ranks meet at a store: in any order, with strangers at the door, and never without an answer."""
+
+import random
+import socket
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+from rank_threads import at_once
+
+from llmq.comm import store, wire
+from llmq.comm.membership import Membership
+from llmq.comm.ray_group import free_port
+from llmq.comm.store import StoreServer
+from llmq.errors import WorldError
+
+HOST, TOKEN = "127.0.0.1", "the job's token"
+
+
+@contextmanager
+def served(size, *, deadline=20.0):
+    """A store for `size` ranks."""
+    server = StoreServer(HOST, 0, size, TOKEN, deadline)
+    try:
+        yield server
+    finally:
+        server.close(grace=0)
+
+
+def joined(server, rank, size, *, token=TOKEN, deadline=20.0):
+    """A rank at its store; its own port is its number."""
+    return Membership.join(HOST, server.port, rank, size, token, deadline, own_port=rank)
+
+
+def met(member):
+    """The numbers of the ranks that a rank can reach."""
+    return [port for _, port in member.places]
+
+
+def meet(order, *, size=16):
+    """One rendezvous of `size` ranks and the server, which start in a random order within 30 ms."""
+    draw = random.Random(order)
+    port = free_port()
+    servers = []
+
+    def work(index):
+        if index == size:
+            servers.append(StoreServer(HOST, port, size, TOKEN, 30))
+            return None
+        member = Membership.join(HOST, port, index, size, TOKEN, 30, own_port=index)
+        member.close()
+        return met(member)
+
+    found = at_once(size + 1, work, pauses=[draw.uniform(0, 0.03) for _ in range(size + 1)])
+    servers[0].close()
+    assert found[:size] == [list(range(size))] * size
+
+
+@pytest.mark.parametrize("order", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 20))])
+def test_ranks_and_server_start_in_any_order(order):
+    meet(order)
+
+
+@pytest.mark.sweep
+def test_a_thousand_random_orders_meet():
+    for order in range(1000):
+        meet(order)
+
+
+def skip_without_ipv6(*hosts):
+    if "::1" in hosts:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("", "127.0.0.1"), ("", "::1"), ("a-name-of-others", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1")],
+)
+def test_a_store_listens_where_it_is_reached(host, address):
+    skip_without_ipv6(host, address)
+    server = StoreServer(host, 0, 1, TOKEN, 5)
+    member = Membership.join(address, server.port, 0, 1, TOKEN, 5, own_port=7)
+    assert member.places == [(address, 7)], "where the store is reached, on its own machine"
+    member.close()
+    server.close()
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", "::1"), ("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
+def test_a_store_of_this_machine_listens_nowhere_else(host, address):
+    skip_without_ipv6(host, address)
+    server = StoreServer(host, 0, 1, TOKEN, 5)
+    with pytest.raises(WorldError, match="found no store"):
+        Membership.join(address, server.port, 0, 1, TOKEN, 0.1)
+    server.close()
+
+
+def test_missing_ranks_are_named_at_the_deadline_of_the_server():
+    with served(8, deadline=0.5) as server:
+        found = at_once(8, lambda rank: joined(server, rank, 8) if rank not in (1, 4, 5, 6) else None)
+        late = at_once(1, lambda _: joined(server, 4, 8))
+    for error in [found[0], found[2], found[3], found[7], *late]:
+        assert "of 8 ranks, ranks 1, 4 to 6 did not come within 0.5 s" in str(error), error
+
+
+def test_missing_ranks_are_named_at_the_deadline_of_a_rank():
+    with served(3) as server:
+        found = at_once(2, lambda rank: joined(server, rank, 3, deadline=0.4 if rank else 10))
+    assert all("rank 2 did not come" in str(error) for error in found)
+
+
+def test_without_a_server_the_address_is_named():
+    port = free_port()
+    with pytest.raises(WorldError, match=f"rank 3 found no store at 127.0.0.1:{port} within 0.2 s") as error:
+        Membership.join(HOST, port, 3, 4, TOKEN, 0.2)
+    assert error.value.exit_code == 6
+
+
+def test_a_port_in_use_is_named():
+    with served(1) as server, pytest.raises(WorldError, match=f"cannot use port {server.port}"):
+        StoreServer(HOST, server.port, 1, TOKEN, 1)
+
+
+def test_another_token_is_refused_and_mentioned():
+    with served(2, deadline=0.3) as server:
+        with pytest.raises(WorldError, match="belongs to another job"):
+            joined(server, 1, 2, token="another")
+        stranger = wire.Channel(socket.create_connection((HOST, server.port)))
+        stranger.send({"challenge": "x"})
+        assert stranger.receive(time.monotonic() + 5).keys() == {"challenge", "proof"}
+        stranger.send({"proof": "x"})  # although the server has another token
+        with pytest.raises(ConnectionError):
+            stranger.receive(time.monotonic() + 5)
+        stranger.close()
+        with pytest.raises(WorldError, match=r"rank 1 did not come.*127.0.0.1 with another job token was refused"):
+            joined(server, 0, 2)
+
+
+class Noted(wire.Channel):
+    """A channel that notes what it sends."""
+
+    def __init__(self, connection):
+        super().__init__(connection)
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+        super().send(message)
+
+
+def handshake(call, answer):
+    """What both sides of a connection say to each other, each a function of its channel."""
+    channels = pair()
+    at_once(2, lambda side: (call, answer)[side](channels[side]))
+    for channel in channels:
+        channel.close()
+    return [message for channel in channels for message in channel.sent]
+
+
+def pair():
+    """Two ends of a connection."""
+    with socket.create_server((HOST, 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return Noted(one), Noted(listener.accept()[0])
+
+
+def until():
+    return time.monotonic() + 5
+
+
+def test_the_token_is_never_sent_and_no_proof_holds_twice():
+    talks = [
+        handshake(lambda one: one.call(TOKEN, "a", until()), lambda one: one.answer(TOKEN, "a", until()))
+        for _ in range(2)
+    ]
+    assert TOKEN not in str(talks) and [len(talk) for talk in talks] == [3, 3]
+    values = [value for talk in talks for message in talk for value in message.values()]
+    assert len(values) == len(set(values)) == 8
+
+
+@pytest.mark.parametrize("purpose", ["a", "b"])
+def test_a_proof_cannot_be_sent_back_or_elsewhere(purpose):
+    """A server that is asked by itself: its own answer is no proof of the one who called, here or at another door."""
+
+    def parrot(channel):
+        channel.send({"challenge": "c"})
+        channel.send({"proof": channel.receive(until())["proof"]})
+
+    def answers(channel):
+        with pytest.raises(wire.WrongToken):
+            channel.answer(TOKEN, purpose, until())
+
+    handshake(parrot, answers)
+
+
+def test_strangers_do_not_disturb(monkeypatch):
+    """Scans, garbage, web browsers, huge frames, and more silent connections than there is room for."""
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(wire, "NUM_STRANGERS", 10)
+    with served(2) as server:
+        silent = [socket.create_connection((HOST, server.port)) for _ in range(40)]
+        for text in (
+            b"",
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"\0" * 100_000,
+            b"\0\0\0\2[]",
+            b"\0\0\1\0" + b"[" * 256,
+        ):
+            with socket.create_connection((HOST, server.port)) as connection, suppress(OSError):
+                connection.sendall(text)
+        found = at_once(2, lambda rank: met(joined(server, rank, 2)))
+        for connection in silent:
+            connection.settimeout(5)
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+            connection.close()
+    assert found == [[0, 1], [0, 1]]
+
+
+def test_a_message_above_the_limit_is_refused():
+    with served(1) as server:
+        member = joined(server, 0, 1)
+        member._channel.socket.sendall(wire.LENGTH.pack(wire.MESSAGE_BYTES + 1) + b"x")
+        [lost] = member.lost_within(5)
+    assert "rank 0 is lost: it keeps the store; its connection has ended" in str(lost)
+
+
+def test_a_rank_that_joins_twice_is_named():
+    with served(3, deadline=0.6) as server:
+        found = at_once(3, lambda rank: joined(server, max(rank, 1), 3), pauses=[0, 0.05, 0.1])
+    assert sum("rank 1 joined twice, from 127.0.0.1 and from 127.0.0.1" in str(error) for error in found) == 3
+    assert sum("rank 0 did not come" in str(error) for error in found) == 2
+
+
+def test_another_number_of_ranks_is_named():
+    with served(2) as server:
+        with pytest.raises(WorldError, match=r"rank 2 on 127.0.0.1 belongs to a run of 3 ranks, and this one has 2"):
+            joined(server, 2, 3)
+        with pytest.raises(WorldError, match=r"there is no rank 2 .* ranks are 0 to 1"):
+            joined(server, 2, 2)
+
+
+def test_a_rank_may_come_again_until_all_are_here():
+    with served(2) as server:
+        channel = wire.Channel(socket.create_connection((HOST, server.port)))
+        channel.call(TOKEN, store.PURPOSE, until())
+        channel.send({"rank": 1, "size": 2, "port": 0, "pid": 0, "seconds": 5.0})
+        time.sleep(0.1)
+        channel.close()
+        time.sleep(0.1)
+        assert at_once(2, lambda rank: met(joined(server, rank, 2))) == [[0, 1]] * 2
+        with pytest.raises(WorldError, match="rank 1 joined twice"):
+            joined(server, 1, 2)
+
+
+def test_all_hear_of_a_lost_rank():
+    with served(3) as server:
+        members = at_once(3, lambda rank: joined(server, rank, 3))
+        members[1]._channel.end()
+        for rank in (0, 2):
+            assert [str(one) for one in members[rank].lost_within(5)] == ["rank 1 is lost: its process has ended"]
+
+
+def test_a_rank_that_left_is_no_loss():
+    with served(2) as server:
+        members = at_once(2, lambda rank: joined(server, rank, 2))
+        members[1].close()
+        assert members[0].lost_within(0.3) == []
+        members[0].close()
+
+
+def test_a_store_that_ends_says_so_to_ranks_that_are_still_there():
+    with served(2) as server:
+        members = at_once(2, lambda rank: joined(server, rank, 2))
+    assert members[0].lost_within(0.3) == []
+
+
+def test_ranks_are_told_in_words():
+    assert store.in_words([3]) == "rank 3"
+    assert store.in_words([7, 1, 4, 6, 5]) == "ranks 1, 4 to 7"
+    assert store.in_words([1, 2]) == "ranks 1 to 2"
