@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from llmq.engine.generate import Drawn
-from llmq.generation.prompts import LateText, PromptReader, TextStream
+from llmq.generation.prompts import PromptReader, TextStream
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Answer:
 class Draft:
     """An answer while its tokens come."""
 
-    def __init__(self, text: TextStream | LateText, index: int, sample: int) -> None:
+    def __init__(self, text: TextStream, index: int, sample: int) -> None:
         self._stream, self._index, self._sample = text, index, sample
         self.num_tokens, self._text = 0, ""
         self._tokens, self._logprobs = list[int](), list[float]()
@@ -60,11 +60,8 @@ def drafts(
     reader: PromptReader, num_prompts: int, samples: int = 1, *, stop: Sequence[str] = (), live: bool = False
 ) -> list[Draft]:
     """One for each answer, prompt by prompt. Text is decoded token by token only for stop texts, or if it is `live`."""
-
-    def text() -> TextStream | LateText:
-        return TextStream(reader, stop) if stop or (live and reader.has_tokenizer) else LateText(reader)
-
-    return [Draft(text(), *place) for place in product(range(num_prompts), range(samples))]
+    late = not (stop or (live and reader.has_tokenizer))
+    return [Draft(TextStream(reader, stop, late=late), *place) for place in product(range(num_prompts), range(samples))]
 
 
 def pieces(

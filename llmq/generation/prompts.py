@@ -170,48 +170,32 @@ class PromptReader:
         return self._encoder
 
 
-class LateText:
-    """Text of tokens that is decoded once, at the end; empty without a tokenizer."""
-
-    is_stopped = False
-
-    def __init__(self, reader: PromptReader) -> None:
-        self._reader, self._tokens, self.is_shown = reader, list[int](), reader.has_tokenizer
-
-    def add(self, token: int) -> str:
-        """Nothing yet."""
-        self._tokens.append(token)
-        return ""
-
-    def rest(self) -> str:
-        """All of it."""
-        return self._reader.text(self._tokens) if self.is_shown else ""
-
-
 class TextStream:
     """Text that grows by tokens, to the first of the texts `stop` to be complete: what each token adds, held back while
-    it is part of a character, or may be the beginning of such a text."""
+    it is part of a character, or may be the beginning of such a text. With `late`, which knows no stop text, all of it
+    is decoded at the end. Without a tokenizer there is none."""
 
-    is_shown = True
-
-    def __init__(self, reader: PromptReader, stop: Sequence[str] = ()) -> None:
-        self._reader, self._tokens = reader, list[int]()
+    def __init__(self, reader: PromptReader, stop: Sequence[str] = (), *, late: bool = False) -> None:
+        self._reader, self._tokens, self._late = reader, list[int](), late
         self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
         self._stop, self._held, self.is_stopped = stop, "", False
+        self.is_shown = reader.has_tokenizer
 
     def add(self, token: int) -> str:
         """The new text after one more token."""
         self._tokens.append(token)
+        if self._late:
+            return ""
         before = self._reader.text(self._tokens[self._start : self._shown])
         now = self._reader.text(self._tokens[self._start :])
-        if now.endswith("�") or len(now) <= len(before):
+        if now.endswith("\ufffd") or len(now) <= len(before):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
         return self._certain(now[len(before) :])
 
     def rest(self) -> str:
         """What was held back."""
-        if self.is_stopped:
+        if self.is_stopped or not self.is_shown:
             return ""
         before = self._reader.text(self._tokens[self._start : self._shown])
         return self._certain(self._reader.text(self._tokens[self._start :])[len(before) :]) + self._held

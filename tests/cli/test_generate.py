@@ -112,39 +112,12 @@ def test_an_end_token_ends_a_text_unless_it_is_ignored(run, model, tmp_path):
     assert ignored == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        ([], errors.UsageError, "give one of --prompt, --prompts and --chat, not none"),
-        (["--prompt=a", "--chat"], errors.UsageError, "not --prompt and --chat"),
-        (["--prompt=a", "--system=b"], errors.UsageError, "--system goes with --chat, not with --prompt"),
-        (["--prompt=a", "--top-k=5"], errors.UsageError, "give a --temperature above 0"),
-        (["--prompt=a", "--samples=2"], errors.UsageError, "--samples 2 would be the same answer each time"),
-        (["--prompt=a", "--stop="], errors.UsageError, "--stop '': use a text that is not empty"),
-        (["--prompt=a", "--out=b"], errors.UsageError, "--out takes JSON lines: give --json"),
-        (["--chat", "--json", "--samples=2"], errors.UsageError, "--json, --samples: not with --chat"),
-        (["--prompt="], errors.UsageError, "prompt 1 has no tokens"),
-        (["--prompts=absent.txt"], errors.DataError, "absent.txt: cannot be read (No such file or directory)"),
-        (["--prompt=" + "Aye " * 300], errors.UsageError, "has 256 positions: use a smaller --max-tokens"),
-        (["--chat", "--max-length=10"], errors.UsageError, "--max-length is 10: begin a new one"),
-    ],
-)
-def test_what_cannot_be_done_is_one_message(run, arguments, code, says):
-    found, _, told = run(*arguments, said="What say'st thou, ROMEO? 10 ships\n")
-    assert found == code.exit_code and says in told and told.startswith("error: ")
+def test_a_chat_that_is_too_long_is_one_message(run):
+    code, _, told = run("--chat", "--max-length=10", said="What say'st thou, ROMEO? 10 ships\n")
+    assert code == errors.UsageError.exit_code and "--max-length is 10: begin a new one" in told
 
 
-def test_bad_lines_and_a_model_without_a_template_are_named(run, model, tmp_path):
-    file = tmp_path / "bad.jsonl"
-    for line, says in (
-        ("{", "bad.jsonl:2: is no JSON"),
-        ('{"text": 1}', "bad.jsonl:2: has no prompt (text), messages"),
-    ):
-        file.write_text('{"prompt": "a"}\n' + line)
-        code, _, told = run(f"--prompts={file}")
-        assert code == errors.DataError.exit_code and says in told
-    file.write_text("\n")
-    assert "has no prompt" in run(f"--prompts={file}")[2]
+def test_a_model_without_a_tokenizer_or_a_template_says_so(run, model, tmp_path):
     (bare := tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).symlink_to(model / name)

@@ -290,30 +290,6 @@ def test_the_last_of_a_repeated_flag_counts_with_a_notice(trained):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([*NEEDED, "--lr"], "requires an argument"),
-        ([*NEEDED, "--from-scratch=1"], "does not take a value"),
-        ([*NEEDED, "--config=absent.yaml"], "absent.yaml cannot be read"),
-        ([*NEEDED, "--overwrite", "true"], "unexpected true: a flag takes no value"),
-        ([*NEEDED, "--packing=no", "--no-packing"], "--packing and --no-packing are both given"),
-        ([*NEEDED, "--packing=most"], "--packing most: give windows, true (the same as --packing) or false"),
-        ([*NEEDED, "--no-packing", "--max-docs=3"], "--max-docs 3 is for packed rows: add --packing"),
-        ([*NEEDED, "--attn-bwd-chunks=0"], "--attn-bwd-chunks 0 is below the least value: use 1 or more"),
-        ([*NEEDED, "--attn-bwd-chunks=some"], "--attn-bwd-chunks some is not a whole number"),
-        ([*NEEDED, "more.bin"], "unexpected more.bin: every option starts with --; quote a glob"),
-        ([], "--train-file is needed"),
-        (["--model"], "requires an argument"),
-    ],
-)
-def test_bad_usage_is_exit_code_2(arguments, words, capsys, trained):
-    assert call(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and words in err
-    assert trained.options is None
-
-
-@pytest.mark.parametrize(
     ("error", "code"),
     [
         (errors.UsageError("why"), 2),

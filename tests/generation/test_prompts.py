@@ -38,6 +38,8 @@ def test_a_stream_shows_whole_characters_and_all_of_the_text(reader, text):
 class Spelled:
     """A reader whose tokens are texts."""
 
+    has_tokenizer = True
+
     def text(self, tokens):
         return "".join(tokens)
 

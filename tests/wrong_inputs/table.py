@@ -71,6 +71,10 @@ COMMAND_LINES = {
 --augment token-dropout=2 | --augment token-dropout=2: token-dropout=2 is
 --packing most | --packing most: give windows, true (the same
 --packing --no-packing | --packing and --no-packing are both given
+--packing=no --no-packing | --packing and --no-packing are both given
+--no-packing --max-docs=3 | --max-docs 3 is for packed rows: add --packing
+--attn-bwd-chunks 0 | --attn-bwd-chunks 0 is below the least value: use 1 or more
+--attn-bwd-chunks some | --attn-bwd-chunks some is not a whole number
 --packing --seq-len 1 | --seq-len 1: a document of one token has no
 --max-docs 3 | --max-docs 3 is for packed rows: add
 --max-docs 99 --packing | --max-docs 99 is more than the --seq-len 16
@@ -156,6 +160,7 @@ stray.bin | unexpected stray.bin: every option starts
 --overwrite true | unexpected true: a flag takes no value
 --from-scratch=1 | Option '--from-scratch' does not take a value.
 --lr | Option '--lr' requires an argument.
+--model | Option '--model' requires an argument.
 --config absent.yaml | --config absent.yaml cannot be read: No such
 --config m | --config m cannot be read: Is a directory
 --config tabs.yaml | --config tabs.yaml is not YAML
@@ -274,7 +279,13 @@ stray.bin | unexpected stray.bin: every option starts
 """,
     ("llmq-generate", 2): r"""
 --prompt hi --prompts prompts.txt | give one of --prompt, --prompts and --chat
---prompt '' | has no tokens
+--batch-size 1 | give one of --prompt, --prompts and --chat, not none
+--prompt hi --chat | not --prompt and --chat
+--prompt hi --system b | --system goes with --chat, not with --prompt
+--chat --json --samples 2 | --json, --samples: not with --chat
+--prompt '' | prompt 1 has no tokens
+--prompt hi --samples 2 | --samples 2 would be the same answer each time
+--prompt hi --stop '' | --stop '': use a text that is not empty
 --chat --prompts prompts.txt | give one of --prompt, --prompts and --chat
 --prompt hi --max-tokens 0 | 0 is not in the range x>=1.
 --prompt hi --max-tokens x | 'x' is not a valid integer range.
@@ -284,10 +295,10 @@ stray.bin | unexpected stray.bin: every option starts
 --prompt hi --temperature hot | 'hot' is not a valid number.
 --prompt hi --top-p 0 | 0.0 is not in the range 0<x<=1.
 --prompt hi --top-p nan | nan is not a finite number.
---prompt hi --top-k 5 | --top-k, --top-p and --min-p cut what is
+--prompt hi --top-k 5 | cut what is drawn from: give a --temperature above 0
 --prompt hi --device tpu | 'tpu' is not one of 'auto', 'cpu', 'cuda'.
 --prompt hi --dtype fp8 | 'fp8' is not one of 'bf16', 'fp32'.
---prompt hi --out answers | --out
+--prompt hi --out answers | --out takes JSON lines: give --json
 --prompt hi --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
 --prompt hi --model 'a b/c' | 'a b/c' is neither a local folder nor a name
 --prompt hi --model '' | it is empty: give a path.
