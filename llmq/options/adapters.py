@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from llmq.options.field import Float, Int, NonNegative, Path, Positive, Section, Share, Text, flag, option
@@ -49,8 +49,15 @@ def _with_rank(value: Any) -> Any:
     return lambda data: value if data.get("lora_rank") is not None else None
 
 
-def _of_adalora(value: Callable[[int], Any]) -> Any:
-    return lambda data: value(rank) if data.get("adalora") and isinstance(rank := data.get("lora_rank"), int) else None
+def _of_adalora(value: Any, description: str, *aliases: str, shown: str = "", **limits: Any) -> Any:
+    """An option of --adalora, whose default may be a function of the rank."""
+
+    def default(data: dict[str, Any]) -> Any:
+        if not data.get("adalora") or not isinstance(rank := data.get("lora_rank"), int):
+            return None
+        return value(rank) if callable(value) else value
+
+    return option(default, description, *aliases, shown=shown or f"{value:g}", **limits)
 
 
 class AdapterOptions(Section):
@@ -130,45 +137,28 @@ class AdapterOptions(Section):
     dora: bool = option(
         False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
     )
-    adalora_target_rank: Int | None = option(
-        _of_adalora(lambda rank: max(1, 2 * rank // 3)),
+    adalora_target_rank: Int | None = _of_adalora(
+        lambda rank: max(1, 2 * rank // 3),
         "Rank that is left at last, on average.",
         "target_r",
         shown="two thirds of --lora-rank",
         ge=1,
     )
-    adalora_warmup: Int | None = option(
-        _of_adalora(lambda rank: 0), "First steps in which all ranks are kept.", "tinit", shown="0", ge=0
+    adalora_warmup: Int | None = _of_adalora(0, "First steps in which all ranks are kept.", "tinit", ge=0)
+    adalora_final: Int | None = _of_adalora(0, "Last steps in which ranks stay as they are.", "tfinal", ge=0)
+    adalora_interval: Int | None = _of_adalora(
+        10, "Choose ranks anew every so many steps between the two.", "deltaT", ge=1
     )
-    adalora_final: Int | None = option(
-        _of_adalora(lambda rank: 0), "Last steps in which ranks stay as they are.", "tfinal", shown="0", ge=0
+    adalora_beta1: Float | None = _of_adalora(
+        0.85, "Share of the sensitivity before that is kept in a step.", gt=0, lt=1
     )
-    adalora_interval: Int | None = option(
-        _of_adalora(lambda rank: 10),
-        "Choose ranks anew every so many steps between the two.",
-        "deltaT",
-        shown="10",
-        ge=1,
+    adalora_beta2: Float | None = _of_adalora(
+        0.85, "Share of its uncertainty before that is kept in a step.", gt=0, lt=1
     )
-    adalora_beta1: Float | None = option(
-        _of_adalora(lambda rank: 0.85),
-        "Share of the sensitivity before that is kept in a step.",
-        shown="0.85",
-        gt=0,
-        lt=1,
-    )
-    adalora_beta2: Float | None = option(
-        _of_adalora(lambda rank: 0.85),
-        "Share of its uncertainty before that is kept in a step.",
-        shown="0.85",
-        gt=0,
-        lt=1,
-    )
-    adalora_orth_reg: NonNegative | None = option(
-        _of_adalora(lambda rank: 0.5),
+    adalora_orth_reg: NonNegative | None = _of_adalora(
+        0.5,
         "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.",
         "orth_reg_weight",
-        shown="0.5",
     )
     lora_plus_ratio: Float | None = option(
         None,

@@ -44,25 +44,20 @@ from llmq.options.rate_rules import final_fraction
 from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
-UNSETS = {  # an option of the command line, and its alternatives, which it takes back where a file has them
-    "steps": ("epochs",),
-    "epochs": ("steps",),
+ALTERNATIVES = (
+    ("steps", "epochs"),
+    ("global_batch_size", "grad_accumulation"),
+    ("bf16_layers", "fp8_layers"),
+    ("warmup", "warmup_ratio"),
+    ("min_lr", "final_lr_fraction"),
+    ("lora_rank", "adapter", "ia3", *VIRTUAL),
+)
+UNSETS = {  # what an option of the command line takes back where a file has it: its alternatives, and what they need
+    **{one: tuple(other for other in group if other != one) for group in ALTERNATIVES for one in group},
     "train_file": ("data",),
     "data": ("train_file", "eval_file"),
-    "global_batch_size": ("grad_accumulation",),
-    "grad_accumulation": ("global_batch_size",),
-    "bf16_layers": ("fp8_layers",),
-    "fp8_layers": ("bf16_layers",),
-    "warmup": ("warmup_ratio",),
-    "warmup_ratio": ("warmup",),
-    "min_lr": ("final_lr_fraction",),
-    "final_lr_fraction": ("min_lr",),
-    "lora_rank": ("adapter", "ia3", *VIRTUAL),
     "adapters": ("adapter", "ia3", "train_only", *VIRTUAL),
     "adapter": ("lora_rank", "ia3", *VIRTUAL, *adapters.SHAPE),
-    "ia3": ("lora_rank", "adapter", *VIRTUAL),
-    "prompt_tuning": ("lora_rank", "adapter", "ia3", "prefix_tuning"),
-    "prefix_tuning": ("lora_rank", "adapter", "ia3", "prompt_tuning"),
 }
 OPEN = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}  # what leaves a number to be found
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults

@@ -7,12 +7,11 @@ as such a run's options are, so that every limit, alias and contradiction holds.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, NamedTuple
 
 from llmq.errors import UsageError
 from llmq.options.field import flag, named, plain, read_yaml_list, written
@@ -20,6 +19,7 @@ from llmq.options.parse import UNSETS, Options, minimal, spellings
 
 EXAMPLE = "{name: low, lora_rank: 8, learning_rate: 1e-4}"
 LONGEST = 100  # letters of a name, which is a folder's
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{LONGEST - 1}}}")
 OWN = (  # what an adapter may have of its own
     *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "rslora", "lora_init", "adapter"),
     *("lora_rank_pattern", "lora_alpha_pattern", "lora_plus_ratio"),
@@ -32,12 +32,10 @@ NOT_SHARED = {"lora_rank": ("auto",), "lora_init": ("pissa", "olora", "eva")}  #
 OF_RUN = ("adapters", "sample_prompts", "sample_tokens", "global_batch_size", "grad_accumulation", "batch_size", "fit")
 
 
-class AdapterEntry(BaseModel):
+class AdapterEntry(NamedTuple):
     """An entry of the file: the adapter's name, which its folder has too, and its options as they are written."""
 
-    model_config = ConfigDict(frozen=True)
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=LONGEST)]
+    name: str
     place: str
     given: dict[str, Any]
 
@@ -113,9 +111,9 @@ def _entries(path: str, problems: list[str]) -> Iterator[AdapterEntry]:
             if given.get(key) in refused:
                 wrong.append(f"{place}{written(key, given[key])} does not go with --adapters: use another value")
         problems += wrong
-        try:
-            yield AdapterEntry(name=name, place=place, given=given)
-        except ValidationError:
+        if isinstance(name, str) and NAME.fullmatch(name):
+            yield AdapterEntry(name, place, given)
+        else:
             said = "an adapter has no name" if name is None else f"name {name!r} is no folder's"
             problems.append(f"{place}{said}: use letters, digits, - and _, {LONGEST} at most, as in `- {EXAMPLE}`")
 
