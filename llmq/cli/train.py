@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -96,10 +97,9 @@ def _off(key: str) -> str:
     return f"no_{key}"
 
 
-def click_option(d: Description, name: str, hidden: bool) -> click.Option:
-    """One spelling of an option. Values stay text: llmq.options.parse says what is wrong with them."""
-    own = flag(name)
-    declaration = f"{own}/--no-{own[2:]}" if d.kind == "flag" else own
+def click_option(d: Description, *aliases: str) -> click.Option:
+    """An option by its own name and `aliases`. Values stay text: llmq.options.parse says what is wrong with them."""
+    names = [flag(name) for name in (d.key, *aliases)]
     kinds: dict[str, dict[str, Any]] = {
         "flag": {"is_flag": True},
         "repeatable": {"multiple": True},
@@ -107,44 +107,36 @@ def click_option(d: Description, name: str, hidden: bool) -> click.Option:
         "optional_value": {"is_flag": False, "flag_value": "newest"},
         "value": {},
     }
-    return click.Option([declaration, name], default=None, hidden=hidden, **kinds[d.kind])
+    spelled = [f"{name}/--no-{name[2:]}" for name in names] if d.kind == "flag" else names
+    return click.Option([*spelled, d.key], default=None, **kinds[d.kind])
 
 
 def option_elsewhere(d: Description, about: str = "") -> click.Option:
     """An option of another command, by its own name, with the help `about`; empty: that of llmq-train."""
-    option = click_option(d, d.key, hidden=False)
+    option = click_option(d)
     option.metavar, option.help = d.metavar, about or f"As in llmq-train: {d.help}"
     return option
 
 
-def _drop_repeated(values: dict[str, Any], names: Sequence[str]) -> list[str]:
-    """Unsets options that are given again in another spelling, and returns a notice for each that is repeated.
-
-    `names` are those of the flags in their order. Repeatable options are left alone.
-    """
-    given: dict[str, list[str]] = {}
-    for name in names:
-        if (option := spellings().get(name)) is not None and option.kind != "repeatable":
-            given.setdefault(option.key, []).append(name)
-    notices = []
-    for key, spelled in given.items():
-        for name in set(spelled) - {spelled[-1]}:
-            values[name] = None
-        if len(spelled) > 1:
-            last = written(key, values[spelled[-1]])
-            notices.append(f"{flag(key)} is given {len(spelled)} times: the last one counts, {last}")
-    return notices
+def _repeated(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """A notice for each option that is given more than once, of which the last one counts; `names` are in order."""
+    counts = Counter(name for name in names if name in descriptions() and descriptions()[name].kind != "repeatable")
+    return [
+        f"{flag(key)} is given {count} times: the last one counts, {written(key, values[key])}"
+        for key, count in counts.items()
+        if count > 1
+    ]
 
 
 class TrainCommand(click.Command):
     """Flags that may be repeated, switches that can be turned off, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Of a flag in several spellings, keeps the last one; makes `--no-packing` a value of `--packing`."""
+        """Notes flags that are given more than once; makes `--no-packing` a value of `--packing`."""
         ctx.meta[ARGUMENTS] = tuple(args)
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
         rest = super().parse_args(ctx, args)
-        ctx.meta[REPEATED] = _drop_repeated(ctx.params, [str(parameter.name) for parameter in order])
+        ctx.meta[REPEATED] = _repeated(ctx.params, [str(parameter.name) for parameter in order])
         for key in (d.key for d in descriptions().values() if d.kind == "switch"):
             if ctx.params.pop(_off(key)):
                 if ctx.params[key] is not None:
@@ -203,9 +195,7 @@ def _write_rows(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple
 
 def command() -> click.Command:
     """The click command, made from the description."""
-    parameters: list[click.Parameter] = [
-        click_option(d, name, hidden=name != d.key) for d in descriptions().values() for name in (d.key, *d.aliases)
-    ]
+    parameters: list[click.Parameter] = [click_option(d, *d.aliases) for d in descriptions().values()]
     parameters += [
         click.Option([flag(_off(d.key)), _off(d.key)], is_flag=True, hidden=True)
         for d in descriptions().values()

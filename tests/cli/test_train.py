@@ -128,7 +128,7 @@ def test_every_option_and_alias_is_a_flag_that_arrives(dashes, trained):
             patch.setattr(Options, "parse", lambda values, problems, notices, seen=seen: seen.update(values) or Options)
             patch.setattr(launch, "started", lambda options, arguments: None)
             assert call(*given) == 0
-        value = seen.pop(name)
+        value = seen.pop(d.key)
         assert value == {"flag": True, "repeatable": (given[-1],)}.get(d.kind, given[-1])
         assert {k: v for k, v in seen.items() if v is not None} == {}
 
