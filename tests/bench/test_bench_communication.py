@@ -4,12 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from tiny_engines import BF16, FP32, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.bench import communication
 from llmq.bench.communication import TIMES, EchoWorld, layer_rates, of_a_layer
-from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.engine.measure import Clock, random_parameters, zipf_batch
 from llmq.ops.record import Call

@@ -5,6 +5,7 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
+from in_process import run_ranks
 from tiny_engines import tiny
 
 from llmq.bench import ranks as bench_ranks
@@ -13,7 +14,6 @@ from llmq.bench.ladder import COMPUTING
 from llmq.bench.ranks import EXPOSED
 from llmq.cli import bench, shell
 from llmq.comm.environment import Place
-from llmq.comm.in_process import run_ranks
 from llmq.comm.launch import Group, run_group
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 
-from llmq.comm.in_process import run_ranks
 from llmq.comm.world import World
 from llmq.errors import WorldError
 

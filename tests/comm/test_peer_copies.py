@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 
 from llmq.comm import peer_copies
-from llmq.comm.in_process import run_ranks
 from llmq.comm.peer_copies import ARRIVED, READY, PeerCopies, PeerError, Transfers
 from llmq.comm.world import NO_COPIES, Copying
 from llmq.errors import WorldError

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import CONFIG, LEVELS
 from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, parameters, plan_of, spec_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.blocks.cached import Sampling
-from llmq.comm.in_process import run_ranks
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, Pace, generate, open_generator

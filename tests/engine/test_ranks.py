@@ -5,6 +5,7 @@ from itertools import groupby
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
@@ -15,7 +16,6 @@ from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Packing
-from llmq.comm.in_process import run_ranks
 from llmq.ops.record import together
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name

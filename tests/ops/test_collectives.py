@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 
-from llmq.comm.in_process import run_ranks
 from llmq.ops.reference import OPS
 from llmq.tensor import DTYPES, Form, Output, Tensor, round_to
 

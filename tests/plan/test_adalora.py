@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
@@ -11,7 +12,6 @@ from llmq.adapters.adalora import AdaLora, Budget, kept, with_triplets
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
-from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters

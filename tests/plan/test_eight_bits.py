@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import CONFIG as RANKS_CONFIG
 from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP32, batch, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.plan.memory import Memory
 from llmq.plan.names import storage_name
 from llmq.stores.sharding import Sharding

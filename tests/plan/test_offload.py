@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from random_plans import drawn
 from ranks import Run, train
 from tiny_engines import (
@@ -22,7 +23,6 @@ from tiny_engines import (
 
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
-from llmq.comm.in_process import run_ranks
 from llmq.errors import UsageError
 from llmq.model.presets import preset
 from llmq.optimizers import adamw

@@ -6,6 +6,7 @@ from itertools import groupby, product
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from random_plans import AnyOrder, drawn
 from ranks import CONFIG, LEVELS, Run, rank_batch, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, engine_of, plan_of
@@ -14,7 +15,6 @@ from llmq.adapters.lora import Lora
 from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Form, stored_bytes

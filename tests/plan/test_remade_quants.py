@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import Run, train
 from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, batch, bits, engine_of, plan_of, result_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.options.parse import Options

@@ -6,13 +6,13 @@ from itertools import chain
 import numpy as np
 import pytest
 import test_fused_update
+from in_process import run_ranks
 from ranks import CONFIG as RANKS_CONFIG
 from ranks import LEVELS, Run, rank_batch
 from test_eight_bits import whole_of
 from tiny_engines import BF16, FP32, FP64, batch, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.sgd import Sgd

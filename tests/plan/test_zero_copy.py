@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from ranks import Run, train
 from tiny_engines import BF16, FP8, PRECISIONS, batch, engine_of, plan_of, result_of, tiny
 
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.engine.cost import Costs
 from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds
 from llmq.model.optimizer import Hyperparameters

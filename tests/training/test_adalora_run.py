@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file
 from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
 from llmq.adapters.merge import merge
-from llmq.comm.in_process import run_ranks
 from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.options.parse import Options

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
@@ -13,7 +14,6 @@ import llmq
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.rank_choice import ranks_within
 from llmq.backends.host import HostBackend
-from llmq.comm.in_process import run_ranks
 from llmq.engine.engine import Engine
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.files.checkpoint import load

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
 import llmq
-from llmq.comm.in_process import run_ranks
 from llmq.errors import UsageError
 from llmq.files.checkpoint import load
 from llmq.options.parse import Options

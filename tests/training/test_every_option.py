@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
 from tokenizers import decoders
 
-from llmq.comm.in_process import run_ranks
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import LlmqError
 from llmq.files.huggingface import Export

@@ -6,10 +6,10 @@ The CPU has no rates, so it is taken to be a card here.
 import io
 
 import pytest
+from in_process import run_ranks
 from tiny_runs import weights_of
 
 import llmq
-from llmq.comm.in_process import run_ranks
 from llmq.engine.predict import sustained
 from llmq.files.checkpoint import load
 from llmq.hardware import cards

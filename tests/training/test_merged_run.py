@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file
 from tiny_engines import engine_of, next_logits, plan_of, tiny
 from tiny_runs import on_weights
@@ -17,7 +18,6 @@ from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import MergedExport, merge, untied
 from llmq.adapters.targets import chosen, targets
-from llmq.comm.in_process import run_ranks
 from llmq.errors import StorageError, UsageError
 from llmq.files.source import find_source, open_parameters
 from llmq.model.parameters import parameter_rows

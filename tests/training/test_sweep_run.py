@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, number_stream, on_weights, weights_of, write_documents
 
 import llmq
-from llmq.comm.in_process import run_ranks
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, UsageError

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
 import llmq
 from llmq.comm.environment import Place
-from llmq.comm.in_process import run_ranks
 from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found

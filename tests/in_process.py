@@ -1,4 +1,4 @@
-"""A world of threads in one process: for tests, and for whoever wants to see ranks at work without a cluster."""
+"""A world of threads in one process: ranks without processes and sockets."""
 
 from __future__ import annotations
 
