@@ -12,9 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_bytes
+
+if TYPE_CHECKING:
+    from llmq.ops.temporaries import Temporaries
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LANES = ("main", "to_host", "to_device", "comm")
@@ -67,9 +70,8 @@ class OpRecord:
     products: int = 0  # matrix products, each of `multiply_adds`
     remade: int = 0  # of these, which another op has made before: time lost to speed of light
     multiply_adds: Callable[[Arguments], int] = lambda call: 0
-    untouched: Callable[[Arguments], int] = lambda call: (
-        0
-    )  # bytes of a call's arguments that it neither reads nor writes
+    untouched: Callable[[Arguments], int] = lambda call: 0  # bytes of a call's arguments that it leaves alone
+    temporaries: Callable[[Temporaries], int] = lambda call: 0  # bytes that NumPy needs beside them, if not in slices
 
     def writes(self, output: str, form: Form | None) -> bool:
         """Whether the op writes `form` of its output in its own pass, so that nothing is put after it."""

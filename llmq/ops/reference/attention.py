@@ -8,12 +8,13 @@ sequence is computed by itself, so the result does not depend on the row or the 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import Temporaries
 from llmq.tensor import Output, Tensor
 
 QUERY_BLOCK = 64  # queries of one head per block: the scores of a block of a short sequence stay in the L2 cache
@@ -28,7 +29,20 @@ def _multiply_adds(call: Arguments) -> int:
     return b * heads * head_dim * seen
 
 
-@op(family="attention forward", products=2, multiply_adds=_multiply_adds)
+def _blocks_of(value: str, arrays: int) -> Callable[[Temporaries], int]:
+    """Whole tensors read, the value, and `arrays` of the scores of one block of queries of a key head's group."""
+
+    def rule(a: Temporaries) -> int:
+        length = a.inputs["qkv"].shape[1]
+        keys = min(length, a.numbers["longest"] or length, (a.numbers["window"] or length) + QUERY_BLOCK)
+        group = a.numbers["num_heads"] // a.numbers["num_kv_heads"]
+        scores = a.width * min(QUERY_BLOCK, length) * keys * group
+        return a.copies("qkv", "att", "d_att") + a.size(value) + max(arrays * scores, a.writing(value))
+
+    return rule
+
+
+@op(family="attention forward", products=2, multiply_adds=_multiply_adds, temporaries=_blocks_of("att", 2))
 def attention_forward(
     att: Output,
     lse: Output,
@@ -68,7 +82,7 @@ def attention_forward(
 
 
 # of its five products, the one that makes p again is forward's
-@op(family="attention backward", products=5, remade=1, multiply_adds=_multiply_adds)
+@op(family="attention backward", products=5, remade=1, multiply_adds=_multiply_adds, temporaries=_blocks_of("d_qkv", 3))
 def attention_backward(
     d_qkv: Output,
     /,

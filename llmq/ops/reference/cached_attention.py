@@ -7,10 +7,17 @@ packed row of q, k and v after the rotary embedding.
 import numpy as np
 
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import Temporaries
 from llmq.tensor import Output, Tensor, round_to
 
 
-@op(family="copies")
+def _temporaries(a: Temporaries) -> int:
+    """The cache as ops compute with it, and the keys and scores of one sequence."""
+    of_one = 2 * a.size("cache") // a.inputs["cache"].shape[0]
+    return a.copies("qkv", "cache") + 4 * a.size("qkv") + of_one
+
+
+@op(family="copies", temporaries=lambda a: a.copies("rot") + a.size("rot"))
 def cache_write(
     cache: Output, /, rot: Tensor, positions: Tensor, sequences: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -36,7 +43,7 @@ def _multiply_adds(call: Arguments) -> int:
     return int(b * heads * (width // (heads + 2 * kv_heads)) * min(length, call.numbers["window"] or length))
 
 
-@op(family="attention forward", products=2, multiply_adds=_multiply_adds)
+@op(family="attention forward", products=2, multiply_adds=_multiply_adds, temporaries=_temporaries)
 def attention_cached(
     att: Output,
     new_cache: Output,

@@ -5,11 +5,18 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.ops.seam import op
+from llmq.ops.temporaries import Temporaries
 from llmq.scaling import scale_from
 from llmq.tensor import Output, Tensor, slices
 
 
-@op(family="quantize", forms={"out"}, cast_from={"out": "x"})
+def _temporaries(a: Temporaries) -> int:
+    if not a.writing("out") and a.in_rows("x"):
+        return 0
+    return max(a.reading("x"), a.copies("x") + a.writing("out"))
+
+
+@op(family="quantize", forms={"out"}, cast_from={"out": "x"}, temporaries=_temporaries)
 def cast(out: Output, /, x: Tensor) -> None:
     """out, in every wanted form, <- x (the same shape). fp8 columns of fp8 rows are the same bytes and scales."""
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
@@ -26,7 +33,7 @@ def cast(out: Output, /, x: Tensor) -> None:
         out.write(x.read())
 
 
-@op(family="quantize")
+@op(family="quantize", temporaries=lambda a: max(a.reading("x"), a.copies("x") + a.size("x")))
 def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""
     amax = np.array([np.abs(x.read()).max(initial=0)], np.float32)

@@ -3,10 +3,16 @@
 import numpy as np
 
 from llmq.ops.seam import op
+from llmq.ops.temporaries import elementwise, if_whole
 from llmq.tensor import IGNORED, Output, Tensor, slices
 
 
-@op(family="cross-entropy", shares={"d_logits": "logits"}, rows={"d_logits"})
+@op(
+    family="cross-entropy",
+    shares={"d_logits": "logits"},
+    rows={"d_logits"},
+    temporaries=if_whole("d_logits", elementwise("d_logits", 1, "logits")),
+)
 def cross_entropy(
     d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
 ) -> None:

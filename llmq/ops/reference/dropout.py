@@ -9,7 +9,8 @@ from llmq.tensor import Output, Tensor
 STEPS = 1 << 16  # a rate is a multiple of its reciprocal
 
 
-@op(family="dropout", shares={"out": "residual"})
+# The mask, and the random words of one row of tokens.
+@op(family="dropout", shares={"out": "residual"}, temporaries=lambda a: a.copies("x", "residual") + 4 * a.size("x"))
 def dropout(
     out: Output,
     /,

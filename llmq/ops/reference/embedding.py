@@ -22,13 +22,18 @@ def _not_added_to(call: Arguments) -> int:
     return sum(2 * _unused_rows(ref, call) for ref in call.writes["d_weight"] if "d_weight" in call.added)
 
 
-@op(family="embedding", untouched=_not_read)
+@op(
+    family="embedding",
+    untouched=_not_read,
+    temporaries=lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),
+)
 def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
     """res (B,T,C) <- tokens (B,T) int32, weight (Vp,C)."""
     res.write(weight.read_rows(tokens.read()))
 
 
-@op(family="embedding", untouched=_not_added_to)
+# Rows are sorted by token, and summed over the positions of a token.
+@op(family="embedding", untouched=_not_added_to, temporaries=lambda a: a.copies("d_res") + 2 * a.size("d_res"))
 def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32.
 

@@ -9,7 +9,7 @@ from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
-@op(family="embedding", shares={"out": "res"})
+@op(family="embedding", shares={"out": "res"}, temporaries=lambda a: a.copies("res") + 5 * a.size("res"))
 def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
     """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1).
 

@@ -12,7 +12,7 @@ from llmq.ops.seam import op
 from llmq.tensor import NORM_ROWS, Output, Tensor
 
 
-@op(family="adapters")
+@op(family="adapters", temporaries=lambda a: 4 * a.size("coefficient") + math.prod(a.inputs["targets"].shape))
 def orthogonality(
     coefficient: Output, /, gram: Tensor, targets: Tensor, *, weight: float, first: int, present: int
 ) -> None:
@@ -34,7 +34,7 @@ def orthogonality(
     coefficient.write(found)
 
 
-@op(family="optimizer", for_each_row=True)
+@op(family="optimizer", for_each_row=True, temporaries=lambda a: a.copies("weight", "grad") + 4 * a.size("sensitivity"))
 def importance(
     new_sensitivity: Output,
     new_uncertainty: Output,
@@ -65,7 +65,7 @@ def importance(
     new_uncertainty.write(u)
 
 
-@op(family="optimizer", for_each_row=True)
+@op(family="optimizer", for_each_row=True, temporaries=lambda a: 2 * a.size("sensitivity"))
 def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *, of_columns: bool) -> None:
     """sums <- sensitivity times uncertainty (N,R): (P,R), of each column of 128 rows, or (N,), of each row.
 

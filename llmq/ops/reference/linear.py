@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import product
 from llmq.tensor import Output, Tensor
 
 
@@ -24,7 +25,14 @@ def _product(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
     return value if alpha == 1 else value * value.dtype.type(alpha)
 
 
-@op(family="linears forward", is_linear=True, takes_columns=True, products=1, multiply_adds=_multiply_adds)
+@op(
+    family="linears forward",
+    is_linear=True,
+    takes_columns=True,
+    products=1,
+    multiply_adds=_multiply_adds,
+    temporaries=product("y", "x", "weight"),
+)
 def linear_forward(
     y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, alpha: float = 1.0
 ) -> None:
@@ -42,7 +50,14 @@ def linear_forward(
     y.write(value.reshape(y.shape))
 
 
-@op(family="linears dgrad", is_linear=True, takes_columns=True, products=1, multiply_adds=_gradient_multiply_adds)
+@op(
+    family="linears dgrad",
+    is_linear=True,
+    takes_columns=True,
+    products=1,
+    multiply_adds=_gradient_multiply_adds,
+    temporaries=product("d_x", "d_y", "weight"),
+)
 def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0) -> None:
     """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual.
 
@@ -56,14 +71,27 @@ def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor |
     d_x.write(value.reshape(d_x.shape))
 
 
-@op(family="linears wgrad", is_linear=True, takes_columns=True, products=1, multiply_adds=_gradient_multiply_adds)
+@op(
+    family="linears wgrad",
+    is_linear=True,
+    takes_columns=True,
+    products=1,
+    multiply_adds=_gradient_multiply_adds,
+    temporaries=product("d_weight", "d_y", "x"),
+)
 def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
     """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
     if d_weight.wanted:
         d_weight.write(_product(d_y.read().reshape(-1, d_y.shape[-1]).T, x.read().reshape(-1, x.shape[-1]), alpha))
 
 
-@op(family="linears wgrad", takes_columns=True, products=2, multiply_adds=_gradient_multiply_adds)
+@op(
+    family="linears wgrad",
+    takes_columns=True,
+    products=2,
+    multiply_adds=_gradient_multiply_adds,
+    temporaries=lambda a: max(product("d_low", "d_y", "up")(a), product("d_up", "d_y", "low")(a)),
+)
 def low_rank_backward(
     d_low: Output, d_up: Output, /, d_y: Tensor, low: Tensor, up: Tensor, *, alpha: float = 1.0
 ) -> None:

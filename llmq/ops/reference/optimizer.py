@@ -11,7 +11,8 @@ import numpy as np
 from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.ops.seam import op
-from llmq.tensor import DTYPES, NORM_ROWS, Output, Tensor, slices
+from llmq.ops.temporaries import Temporaries
+from llmq.tensor import DTYPES, NORM_ROWS, SLICE, Output, Tensor, slices
 
 
 @op(family="optimizer", for_each_row=True)
@@ -94,12 +95,23 @@ def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     out.write(np.where(np.isfinite(partials.read()).all(), value, np.zeros_like(value)))
 
 
+SLICES_OF_CODES = 15  # that are there at once, with states in 8 bits
+
+
+def _temporaries(a: Temporaries) -> int:
+    """Those of slices, which are more than of other ops if a state beside the master is held in 8 bits."""
+    states = list(a.inputs)[1 : list(a.inputs).index("grad")]
+    has_codes = any(a.inputs[name].form is not None for name in states)
+    return SLICES_OF_CODES * a.width * max(a.inputs["grad"].shape[-1], SLICE) if has_codes else 0
+
+
 @op(
     family="optimizer",
     for_each_row=True,
     forms={"weight"},
     held={"new_master", "new_m", "new_v"},
     cast_from={"weight": "new_master"},
+    temporaries=_temporaries,
 )
 def adamw(
     new_master: Output,
@@ -157,6 +169,7 @@ def adamw(
     forms={"weight"},
     held={"new_master", "new_m"},
     cast_from={"weight": "new_master"},
+    temporaries=_temporaries,
 )
 def sgd(
     new_master: Output,

@@ -11,7 +11,8 @@ from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor, slices
 
 
-@op(family="adapters")
+# The weight is read in slices.
+@op(family="adapters", temporaries=lambda a: a.copies("up") + 3 * a.size("up"))
 def output_gain(
     gain: Output,
     norm: Output,

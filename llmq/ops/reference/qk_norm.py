@@ -6,10 +6,11 @@ qkv (B,T,(Hq+2Hkv)*Hd) holds the query heads, then the key heads, then the value
 import numpy as np
 
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import elementwise
 from llmq.tensor import Output, Tensor, stored_bytes
 
 
-@op(family="norms")
+@op(family="norms", temporaries=elementwise("out", 2, "qkv", held=1))
 def qk_norm_forward(
     out: Output,
     rstd: Output,
@@ -41,7 +42,9 @@ def _value_heads(call: Arguments) -> int:
     return stored_bytes(call.reads["qkv"]) * kv_heads // (heads + 2 * kv_heads)
 
 
-@op(family="norms", forms={"d_qkv"}, untouched=_value_heads)
+@op(
+    family="norms", forms={"d_qkv"}, untouched=_value_heads, temporaries=elementwise("d_qkv", 5, "qkv", "d_out", held=3)
+)
 def qk_norm_backward(
     d_qkv: Output,
     d_q_weight: Output,

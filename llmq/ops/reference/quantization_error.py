@@ -11,7 +11,7 @@ HALF_STEP = (
 )  # of the largest finite number, of e4m3 and e5m2: rounding alone ends there from so far beyond
 
 
-@op(family="quantize")
+@op(family="quantize", temporaries=lambda a: a.copies("x", "copy") + 15 * a.size("x") // 2)
 def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows (the same shape).
 

@@ -7,7 +7,7 @@ from llmq.scaling import scale_from
 from llmq.tensor import Output, Tensor
 
 
-@op(family="quantize", cast_from={"out": "x"})
+@op(family="quantize", cast_from={"out": "x"}, temporaries=lambda a: a.copies("x") + max(a.size("x"), a.writing("out")))
 def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
     """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out).
 

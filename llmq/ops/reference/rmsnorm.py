@@ -3,10 +3,11 @@
 import numpy as np
 
 from llmq.ops.seam import op
+from llmq.ops.temporaries import elementwise
 from llmq.tensor import Output, Tensor
 
 
-@op(family="norms", forms={"x"})
+@op(family="norms", forms={"x"}, temporaries=elementwise("x", 2, "res"))
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
     r = res.read()
@@ -15,7 +16,7 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
     rstd.write(s)
 
 
-@op(family="norms", shares={"d_out": "d_res"}, forms={"d_out"})
+@op(family="norms", shares={"d_out": "d_res"}, forms={"d_out"}, temporaries=elementwise("d_out", 4, "d_x", held=3))
 def rmsnorm_backward(
     d_out: Output, d_weight: Output, /, d_x: Tensor, d_res: Tensor | None, res: Tensor, weight: Tensor, rstd: Tensor
 ) -> None:

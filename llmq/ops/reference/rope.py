@@ -7,6 +7,7 @@ The table (`llmq.model.rope.rope_table`) holds cos and sin of every angle.
 import numpy as np
 
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import turn
 from llmq.tensor import Output, Tensor, stored_bytes
 
 
@@ -18,7 +19,7 @@ def _value_heads(call: Arguments) -> int:
     return sum(size * (2 if len(call.writes[name]) == 1 else 1) for name in call.in_place)
 
 
-@op(family="rope", shares={"out": "qkv"}, untouched=_value_heads)
+@op(family="rope", shares={"out": "qkv"}, untouched=_value_heads, temporaries=turn("out", "qkv"))
 def rope_forward(
     out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -30,7 +31,13 @@ def rope_forward(
     out.write(_turned(qkv.read(), cos, sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
 
 
-@op(family="rope", shares={"d_qkv": "d_out"}, forms={"d_qkv"}, untouched=_value_heads)
+@op(
+    family="rope",
+    shares={"d_qkv": "d_out"},
+    forms={"d_qkv"},
+    untouched=_value_heads,
+    temporaries=turn("d_qkv", "d_out"),
+)
 def rope_backward(
     d_qkv: Output, /, d_out: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:

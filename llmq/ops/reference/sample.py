@@ -12,7 +12,7 @@ from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
-@op(family="head")
+@op(family="head", temporaries=lambda a: a.copies("logits") + 4 * a.size("out"))
 def penalize(out: Output, new_seen: Output, /, logits: Tensor, seen: Tensor, tokens: Tensor, *, penalty: float) -> None:
     """out (B,1,Vp), new_seen (B,Vp) int32 <- logits (B,1,Vp), seen (B,Vp) int32, tokens (B,1) int32.
 
@@ -26,7 +26,7 @@ def penalize(out: Output, new_seen: Output, /, logits: Tensor, seen: Tensor, tok
     new_seen.write(marks)
 
 
-@op(family="head")
+@op(family="head", temporaries=lambda a: a.copies("logits") + 12 * a.size("logits") // a.inputs["logits"].shape[0])
 def sample(
     next_tokens: Output,
     next_positions: Output,

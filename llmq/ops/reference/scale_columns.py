@@ -6,7 +6,7 @@ from llmq.ops.seam import op
 from llmq.tensor import Output, Tensor
 
 
-@op(family="adapters", shares={"y": "residual"})
+@op(family="adapters", shares={"y": "residual"}, temporaries=lambda a: a.copies("x", "residual") + a.size("y"))
 def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """y (...,N) <- x (...,N), gain (N,), bias (N,) or None, residual (...,N) or None: gain x + bias + residual.
 
@@ -22,7 +22,7 @@ def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | 
     y.write(value)
 
 
-@op(family="adapters", forms={"d_x"})
+@op(family="adapters", forms={"d_x"}, temporaries=lambda a: a.copies("d_y", "x") + a.size("x") + a.writing("d_x"))
 def scale_columns_backward(d_x: Output, d_gain: Output, /, d_y: Tensor, x: Tensor, gain: Tensor) -> None:
     """d_x (...,N), d_gain (N,) <- d_y (...,N), x (...,N), gain (N,): gain d_y, and the sum of d_y x over rows."""
     d = d_y.read()

@@ -6,10 +6,11 @@ import numpy as np
 
 from llmq.ops.reference.linear import low_rank_backward
 from llmq.ops.seam import Arguments, op
+from llmq.ops.temporaries import Temporaries, elementwise, product
 from llmq.tensor import DTYPES, Output, Tensor
 
 
-@op(family="swiglu", forms={"act"})
+@op(family="swiglu", forms={"act"}, temporaries=elementwise("act", 2, "gate_up"))
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
     """act (B,T,F) <- gate_up (B,T,2F)."""
     gate, up = _halves(gate_up.read())
@@ -19,7 +20,7 @@ def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
     act.write(value)
 
 
-@op(family="swiglu", forms={"d_gate_up"})
+@op(family="swiglu", forms={"d_gate_up"}, temporaries=elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5))
 def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> None:
     """d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F).
 
@@ -40,13 +41,26 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
     d_gate_up.write(d_x)
 
 
+def _temporaries(a: Temporaries) -> int:
+    """The gradient beside its value as rounded, then the products of a half."""
+    of_half = max(product(f"d_{half}_b", "d_act", f"{half}_low")(a) for half in ("gate", "up"))
+    return a.copies("gate_up", "d_act") + 2 * a.size("gate_up") + of_half
+
+
 def _multiply_adds(call: Arguments) -> int:
     """Of each of the four products."""
     rank = call.reads["gate_low"].shape[-1]
     return math.prod(call.reads["d_act"].shape) * rank
 
 
-@op(family="swiglu", rows={"d_gate_up"}, takes_columns=True, products=4, multiply_adds=_multiply_adds)
+@op(
+    family="swiglu",
+    rows={"d_gate_up"},
+    takes_columns=True,
+    products=4,
+    multiply_adds=_multiply_adds,
+    temporaries=_temporaries,
+)
 def swiglu_low_rank_backward(
     d_gate_up: Output,
     d_gate_low: Output,

@@ -6,10 +6,12 @@ from llmq.ops.reference.linear import linear_forward
 from llmq.ops.reference.rmsnorm import rmsnorm_forward
 from llmq.ops.reference.swiglu import swiglu_forward
 from llmq.ops.seam import op
+from llmq.ops.temporaries import product
 from llmq.tensor import DTYPES, Output, Tensor
 
 
-@op(family="linears forward")
+# NumPy needs what the linear map needs, and what lies before and after it.
+@op(family="linears forward", temporaries=lambda a: product("y", "x", "weight")(a) + 4 * a.size("x") + 6 * a.size("y"))
 def token_linear(
     y: Output,
     /,

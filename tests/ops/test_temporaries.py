@@ -11,13 +11,13 @@ import pytest
 from tiny_engines import PRECISIONS, tiny
 
 from llmq.backends.host import HostBackend
-from llmq.backends.host_scratch import temporary_bytes
 from llmq.blocks.attention import Packing
 from llmq.data.batches.batch import Batch
 from llmq.engine.bind import bind
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.regularization import Regularization
+from llmq.ops.temporaries import temporary_bytes
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan, scratch_storage
 from llmq.plan.spec import Spec
