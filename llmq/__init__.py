@@ -6,10 +6,10 @@ __all__ = ["generate", "train"]
 
 
 def __getattr__(name: str) -> object:
-    # The function is in `llmq.training.loop`: a module `llmq.train` would take its name once it is imported.
+    # The function is in `llmq.training.train`: a module `llmq.train` would take its name once it is imported.
     # Lazy, so that `llmq-train --help` does not pay for NumPy.
     if name == "train":
-        from llmq.training.loop import train
+        from llmq.training.train import train
 
         return train
     if name == "generate":

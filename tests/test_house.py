@@ -75,7 +75,7 @@ OWNERS = {
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
     "LaunchOptions": "llmq.comm.launch",
-    "RunOptions": "llmq.training.job",
+    "RunOptions": "llmq.training.prepare",
 }
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)
 MAX_LINES = 450
@@ -237,7 +237,7 @@ def test_a_command_starts_without_numpy():
 
 def test_training_imports_no_report():
     """What `--matmul-dtype auto` times steps with is below the loop, and the bench above both."""
-    found = reached("llmq.training.loop", at_import=False)
+    found = reached("llmq.training.train", at_import=False)
     assert "llmq.engine.measure" in found and not {module for module in found if place(module) in {"report", "cli"}}
 
 
@@ -321,7 +321,7 @@ def test_a_file_opens_with_its_subject_and_stays_short(module):
     assert len(source.splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("module", ["llmq.training.job", "llmq.training.loop", "llmq.training.fp8_watch"])
+@pytest.mark.parametrize("module", ["llmq.training.prepare", "llmq.training.loop", "llmq.training.fp8_watch"])
 def test_the_way_to_a_step_is_functions_that_fit_a_screen(module):
     functions = [node for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.FunctionDef)]
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= SCREEN]

@@ -27,7 +27,6 @@ from llmq.engine.engine import Engine
 from llmq.files.source import find_source, open_parameters
 from llmq.model.config import read_config
 from llmq.plan.plan import make_plan
-from llmq.training.allocation import allocation_of
 
 pytestmark = pytest.mark.judge
 RANK, ALPHA = 6, 9.0
@@ -129,7 +128,6 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
         ]
         about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
         optimizer, patterns = torch.optim.AdamW(groups, **about), []
-        allocations = [allocation_of(run, print) for run in runs]
         for step in range(1, families.STEPS + 1):
             tokens, marks = batch_of(config, step)
             loss = backward(model, tokens, marks)
@@ -139,13 +137,14 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
             model.base_model.update_and_allocate(step)
             theirs = model.peft_config["default"].rank_pattern
             patterns.append({} if theirs is None else {ours(n)[:-7]: tuple(flags) for n, flags in theirs.items()})
-            for run, allocation, bound in zip(runs, allocations, (1e-6, 1e-4), strict=True):
-                allocation.before(run, step)
+            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+                tracked = run.plan.tracked
+                tracked.before_step(run, step)
                 run.micro_step(Batch(tokens, marks))
                 assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-                allocation.after(run, step)
+                tracked.after_update(run, step)
                 if patterns[-1]:
-                    assert allocation.importance.patterns(run.kept()) == patterns[-1], step
+                    assert tracked.patterns(tracked.kept(run)) == patterns[-1], step
         right = {ours(n): p.detach().numpy() for n, p in named}
     assert patterns[2] == {} and patterns[3] and len({str(pattern) for pattern in patterns}) > 3
     counts = [sum(map(sum, pattern.values())) for pattern in patterns]
@@ -155,7 +154,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     export_base(config, tmp_path / "base")
     model.float().save_pretrained(tmp_path / "theirs")
     run, source = runs[1], find_source(str(tmp_path / "base"))
-    export = allocations[1].exported(run, export_of(adapters, run, tmp_path / "ours", tmp_path / "base"))
+    export = adapters.exported(export_of(adapters, run, tmp_path / "ours", tmp_path / "base"), run.plan.tracked, run)
     export.write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}

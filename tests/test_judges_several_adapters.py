@@ -134,7 +134,7 @@ def test_gradients_and_a_run_are_those_of_peft_alone(family):
                 errors = relative_errors(own, right[name])
                 assert max(errors.values()) < bound, max(errors, key=errors.get)
             done = run.update(step, rates)
-            for name, one in zip(ASKED, done.each, strict=True):
+            for name, one in zip(ASKED, done.groups, strict=True):
                 assert one.loss == pytest.approx(losses[name][step - 1], rel=10 * bound)
         for name in ASKED:
             found, wanted = of_adapter(run, name, run.parameter), after[name]
@@ -169,7 +169,8 @@ def test_peft_loads_what_is_exported_and_runs_it_in_one_batch(tmp_path):
     flat = torch.nn.functional.cross_entropy(
         logits.transpose(1, 2), torch.from_numpy(marks).long(), ignore_index=-100, reduction="none"
     ).numpy()
-    run.evaluate(Batch(tokens, marks))
-    for name, (loss, count) in zip(ASKED, run.evaluated_each(), strict=True):
+    found = run.evaluate_groups(Batch(tokens, marks))
+    assert list(found) == list(ASKED)
+    for name, (loss, count) in found.items():
         assert loss == pytest.approx(float(flat[rows_of(name)].sum()), rel=1e-5)
         assert count == np.count_nonzero(marks[rows_of(name)] != -100)

@@ -21,11 +21,12 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field, PlainValidator
 
-from llmq.adapters.importance import Importance, NoImportance
+from llmq.adapters.importance import Importance
 from llmq.adapters.lora import Lora, shared
 from llmq.adapters.method import Change, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, Rank, Read, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of
+from llmq.adapters.tracked import Programs, Tracked
 from llmq.errors import UsageError
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
@@ -101,12 +102,6 @@ class Budget:
         return int((triplets - target) * rest**3 + target)
 
 
-def kept(scores: np.ndarray, count: int) -> np.ndarray:
-    """Which of all triplets score above the one that is the first to be left out, so that `count` or fewer are kept."""
-    left_out = len(scores) - count
-    return scores > np.partition(scores, left_out - 1)[left_out - 1]
-
-
 def _flags(value: Any) -> Any:
     if value is None or (isinstance(value, dict) and all(isinstance(flags, list) for flags in value.values())):
         return value
@@ -180,11 +175,17 @@ class AdaLora(Lora):
         about = (self.pieces(site), "normal", FILE, at.values, outputs_of(at.config, site))
         return AdaLoraAdapter(site, *about, stat=at.stat, orthogonality=weight)
 
-    def importance(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> NoImportance:
+    def tracked(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> Tracked:
         """Sensitivity and uncertainty of the parameters of adapters, unless the schedule is spent."""
         if self.schedule.spent:
-            return super().importance(rows, stat, shards)
+            return super().tracked(rows, stat, shards)
         return Importance(rows, stat, self.schedule, shards)
+
+    def exported(self, export: Any, tracked: Tracked, engine: Programs) -> Any:
+        """The export of what is kept, alone."""
+        if not isinstance(tracked, Importance):
+            return export
+        return choosing(export, tracked.patterns(tracked.kept(engine)))
 
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from llmq.adapters.targets import FILE
+from llmq.adapters.tracked import Programs, Tracked
+from llmq.ops.record import Recorder
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
 from llmq.stores.moments import StatePiece
@@ -28,18 +30,12 @@ class Scores(NamedTuple):
     uncertainty: Ref
 
 
-class NoImportance:
-    """A run whose ranks stay as they are."""
-
-    refs: Mapping[str, Scores] = {}
-    cells: Mapping[str, Ref] = {}
-
-    def update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
-        """Nothing."""
-
-
-class Importance(NoImportance):
+class Importance(Tracked):
     """The scores of the rows of adapters under a budget, in `dtype`; with `shards`, those of this rank's share."""
+
+    titles = dict.fromkeys(Scores._fields, "Importance")
+    first = {SUMS: 0, KEPT: 1}
+    saved = (KEPT,)
 
     def __init__(self, rows: Sequence[Row], dtype: str, budget: Budget, shards: Shards | None) -> None:
         self.budget, self._shards = budget, shards
@@ -69,6 +65,39 @@ class Importance(NoImportance):
             s, u = (piece.of(ref) for ref in self.refs[row.name])
             betas = {"beta_1": self.budget.beta_1, "beta_2": self.budget.beta_2}
             ops.importance(s, u, s, u, piece.state[MASTER], grad, scale, apply, **betas)
+
+    def programs(self, weights: Any, moments: Any) -> dict[str, Callable[[Recorder], None]]:
+        """`measure` leaves the sums of all scores, `mask` sets to 0 what is not kept."""
+        return {"measure": self.measure, "mask": lambda ops: self.mask(ops, weights, moments)}
+
+    def before_step(self, engine: Programs, step: int) -> None:
+        """As in PEFT, the last step of the schedule does not count for its own choice."""
+        if step == self.budget.last:
+            engine.run("measure")
+
+    def after_update(self, engine: Programs, step: int) -> str | None:
+        """Chooses what is kept where that is due, and holds what was left out at 0; says how much is kept."""
+        chooses = self.budget.chooses(step)
+        text = self._choose(engine, step) if chooses else None
+        if chooses or self.budget.holds(step):
+            engine.change("mask")
+        return text
+
+    def _choose(self, engine: Programs, step: int) -> str:
+        if step != self.budget.last:
+            engine.run("measure")
+        count = self.budget.count(step, self.num_triplets, self.num_adapters)
+        flags = kept(self.scores(engine.read(self.total)), count)
+        engine.write(self.cells[KEPT], self.cell_of(flags))
+        ranks = [sum(pattern) for pattern in self.patterns(flags).values()]
+        return (
+            f"Step {step}: {sum(ranks)} of {self.num_triplets} singular values are kept, {min(ranks)} to "
+            f"{max(ranks)} of a map"
+        )
+
+    def kept(self, engine: Programs) -> np.ndarray:
+        """Flags of all triplets: what is kept now."""
+        return self.flags(engine.read(self.cells[KEPT]))
 
     def measure(self, ops: Any) -> None:
         """The cell of sums <- all scores; of many ranks that share them out, each has its own, beside zeros."""
@@ -138,6 +167,12 @@ class Importance(NoImportance):
                 found[part.name.removesuffix(".lora_E")] = tuple(bool(flag) for flag in own)
             first += row.shape[0]
         return found
+
+
+def kept(scores: np.ndarray, count: int) -> np.ndarray:
+    """Which of all triplets score above the one that is the first to be left out, so that `count` or fewer are kept."""
+    left_out = len(scores) - count
+    return scores > np.partition(scores, left_out - 1)[left_out - 1]
 
 
 def _of_columns(row: Row) -> bool:

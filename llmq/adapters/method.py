@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from llmq.adapters.first_values import FirstAdapter
-from llmq.adapters.importance import NoImportance
 from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
+from llmq.adapters.tracked import Programs, Tracked
 from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
 from llmq.blocks.embed import Embed, PromptedEmbed
 from llmq.blocks.head import Totals
@@ -168,9 +168,9 @@ class Method:
         """The rows that are updated by a norm and a rate of their own."""
         yield "", hyper, seed, None
 
-    def importance(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> NoImportance:
-        """What is measured of rows whose ranks are chosen while they are trained."""
-        return NoImportance()
+    def tracked(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> Tracked:
+        """What it keeps of trained rows beside the optimizer's states, and does around a step."""
+        return Tracked()
 
     @property
     def batch_size(self) -> int | None:
@@ -232,6 +232,10 @@ class Method:
         """PEFT's config of it, for a base model of this name: here what those of all methods have."""
         about = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
         return {**about, "inference_mode": True}
+
+    def exported(self, export: Any, tracked: Tracked, engine: Programs) -> Any:
+        """The export of a finished run, with what was chosen while it trained."""
+        return export
 
     def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""

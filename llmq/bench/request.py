@@ -24,7 +24,7 @@ from llmq.options.bench import BenchOptions
 from llmq.options.field import refuse
 from llmq.options.parse import Options
 from llmq.plan.memory import ROLES
-from llmq.training.specs import Facts
+from llmq.training.facts import Facts
 
 MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train
 NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}

@@ -30,9 +30,9 @@ from llmq.plan.precision import Precision
 from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.spec import Spec
 from llmq.screen import Report, Screen, unreported
+from llmq.training.facts import Facts
 from llmq.training.fit import SEARCHING, fitted
 from llmq.training.room import limits_of
-from llmq.training.specs import Facts
 
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 

@@ -47,7 +47,7 @@ def train(
         exit_code = started(options, context.meta[ARGUMENTS])
         if exit_code is not None:
             return exit_code
-        from llmq.training.loop import run
+        from llmq.training.train import run
 
         return run(options).exit_code
 

@@ -64,10 +64,10 @@ class BoundPlan:
         """
         ref = self.plan.held(name)
         if ref.form is None:
-            return self._whole(name, self._read(ref)) if self._is_shared(name) else self._read(ref)
+            return self._whole(name, self.read(ref)) if self._is_shared(name) else self.read(ref)
         value = np.empty(ref.shape, DTYPES[ref.dtype])
         for one, target in zip(ref.entries, value if ref.is_stack else value[None], strict=True):
-            copy = Tensor(one.name, self._read(one), one.shape, one.form, self._read(scale_ref(one)))
+            copy = Tensor(one.name, self.read(one), one.shape, one.form, self.read(scale_ref(one)))
             target[...] = held_value(copy, one.dtype)
         return value
 
@@ -149,15 +149,18 @@ class BoundPlan:
         """What is refused within is explained by the plan, whose memory is held."""
         return explained(self.plan, self._backend, is_held=True)
 
-    def _write(self, ref: Ref, values: np.ndarray) -> None:
+    def write(self, ref: Ref, values: np.ndarray) -> None:
+        """Sets a tensor that stays."""
         with self._explained():
             self._memory.write(storage_name(ref), values)
 
-    def _read(self, ref: Ref) -> np.ndarray:
+    def read(self, ref: Ref) -> np.ndarray:
+        """A copy of a tensor that stays."""
         with self._explained():
             return self._memory.read(storage_name(ref))
 
-    def _start_read(self, ref: Ref) -> Callable[[], np.ndarray]:
+    def start_read(self, ref: Ref) -> Callable[[], np.ndarray]:
+        """Begins to copy a tensor that stays; what is returned waits for the copy."""
         with self._explained():
             return self._memory.start_read(storage_name(ref))
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.adapters.importance import Importance
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
 from llmq.engine.bound_plan import BoundPlan
@@ -25,13 +24,14 @@ SETTLED = 0.05  # relative change of every scale between two passes
 MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "middle", (False, True): "last"}
 
 
-Rates = float | Sequence[float]  # of all, or of each of several adapters
+Rates = float | Sequence[float]  # of all groups of rows, or of each
 
 
 class GroupResult(NamedTuple):
-    """A finished step of the run, or of one of several adapters: mean loss per trained token, norm of its gradient, and
-    whether it was applied."""
+    """A finished step of one group of rows, by its name: mean loss per trained token, norm of its gradient, and whether
+    it was applied."""
 
+    name: str
     loss: float
     norm: float
     num_tokens: int
@@ -42,26 +42,28 @@ class GroupResult(NamedTuple):
 class StepResult:
     """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
     largest `request` of all ranks. `sent_error` is |sent - gradient| / |gradient| of the compressed gradients that this
-    rank has sent, None if it sends none. Of several adapters `each` has its own: the step was applied if any was, and
-    has the loss over all tokens, and the norm of all gradients, of those that were."""
+    rank has sent, None if it sends none."""
 
     loss: float
     norm: float
     num_tokens: int
     applied: bool
+    groups: tuple[GroupResult, ...]
     request: int = 0
     sent_error: float | None = None
-    each: tuple[GroupResult, ...] = ()
 
     @classmethod
-    def of_several(cls, each: Sequence[GroupResult]) -> StepResult:
-        """The step of several adapters."""
-        applied = [one for one in each if one.applied]
-        counted = applied or each
+    def of(cls, groups: Sequence[GroupResult]) -> StepResult:
+        """The step of all groups, which was applied if any of them was: loss over all tokens, and norm of all
+        gradients, of those that were."""
+        counted = [one for one in groups if one.applied] or groups
         tokens = sum(one.num_tokens for one in counted)
         loss = sum(one.loss * one.num_tokens for one in counted) / max(tokens, 1)
+        if len(groups) == 1:
+            loss = groups[0].loss  # with the bits that it was computed with
         norm = math.hypot(*(one.norm for one in counted))
-        return cls(loss, norm, sum(one.num_tokens for one in each), bool(applied), each=tuple(each))
+        applied = any(one.applied for one in groups)
+        return cls(loss, norm, sum(one.num_tokens for one in groups), applied, tuple(groups))
 
 
 class Engine(BoundPlan):
@@ -77,6 +79,7 @@ class Engine(BoundPlan):
     ) -> None:
         super().__init__(plan, backend, wrap=wrap, poison=poison)
         self._is_gathered = False  # whether all weights are whole; of one rank they are
+        self._is_cold = True  # whether delayed scales have seen no batch yet
         self._fill_constants()
 
     # parameters
@@ -86,14 +89,15 @@ class Engine(BoundPlan):
         self._set(parameters, self.plan.rows)
         for name in self.plan.moment_names:
             self._memory.fill(name, 0)
-        self._publish()
+        self._is_cold = True
+        self.change("publish")
 
     def gradient(self, name: str) -> np.ndarray:
         """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
 
         Of many ranks' it is the sum after the last micro-step; they all ask for it.
         """
-        gradient, sharding = self._read(self.plan.grads[name]), self.plan.spec.sharding
+        gradient, sharding = self.read(self.plan.grads[name]), self.plan.spec.sharding
         if not sharding.states:
             return gradient
         return self._whole(name, gradient if sharding.gradients else self._share(name, gradient))
@@ -128,83 +132,49 @@ class Engine(BoundPlan):
     def update(self, step: int, learning_rate: Rates, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
 
-        Several adapters may have a rate each, and one whose loss or gradient is not finite stays as it is.
-        `request` is what this rank wants of all after the step; the result has the largest one.
+        Groups of rows may have a rate each, and one whose loss or gradient is not finite stays as it is. `request` is
+        what this rank wants of all after the step; the result has the largest one.
         """
         cells, agreed = self._cells, self._cells.agreed
         if not self.plan.spec.memory.fused:
             self._begin_update(step, learning_rate)
         if is_asked := self._has(agreed.request):
             self._fill(cells.request, request)
-        self.run("update")
-        self._is_gathered = False
+        self.change("update")
         asked = [agreed.request] if is_asked else []
         wanted = [ref for g in cells.groups for ref in (g.agreed.loss, g.agreed.tokens, g.norm, g.apply)]
         read = self._read_scalars(*wanted, *asked)
         largest = int(read.pop()) if asked else request
-        each = [
-            GroupResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
-            for loss, tokens, norm, applied in zip(*[iter(read)] * 4, strict=True)
+        columns = ([group.name for group in cells.groups], *(read[place::4] for place in range(4)))
+        groups = [
+            GroupResult(name, loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
+            for name, loss, tokens, norm, applied in zip(*columns, strict=True)
         ]
-        made = StepResult.of_several(each) if self._has_several else StepResult(*each[0])
-        return replace(made, request=largest, sent_error=self._sent_error())
-
-    @property
-    def _has_several(self) -> bool:
-        """Whether the run trains several adapters at once, if only one of them: then groups of rows have names."""
-        return any(group.name for group in self._cells.groups)
+        return replace(StepResult.of(groups), request=largest, sent_error=self._sent_error())
 
     def _sent_error(self) -> float | None:
         """Relative error of the gradients that this rank has sent since the step began."""
         if not self._has(SENT_ERROR):
             return None
-        _, power, noise, *_ = (float(value) for value in self._read(SENT_ERROR))
+        _, power, noise, *_ = (float(value) for value in self.read(SENT_ERROR))
         return math.sqrt(noise / power) if power else 0.0
-
-    # ranks that are chosen while they are trained
-
-    def measure_importance(self) -> None:
-        """Leaves the sums of what the parameters of adapters are worth now."""
-        self.run("measure")
-
-    def importance(self) -> np.ndarray:
-        """These sums, of all ranks (a copy)."""
-        return self._read(self._importance.total)
-
-    def keep(self, flags: np.ndarray) -> None:
-        """Says of every triplet whether it is kept; `mask` sets the others' entries of E to 0."""
-        self._write(self._cells.kept, self._importance.cell_of(flags))
-
-    def kept(self) -> np.ndarray:
-        """What is kept, of every triplet (a copy)."""
-        return self._importance.flags(self._read(self._cells.kept))
-
-    def mask(self) -> None:
-        """Sets the entries of E of triplets that are not kept to 0."""
-        self.run("mask")
-        self._is_gathered = False
-
-    @property
-    def _importance(self) -> Importance:
-        assert isinstance(self.plan.importance, Importance), "no ranks are chosen in this run"
-        return self.plan.importance
 
     @property
     def needs_warm_up(self) -> bool:
-        """Whether delayed scales exist, which a first batch has to set."""
-        return bool(self.plan.scales)
+        """Whether delayed scales exist that a first batch has to set."""
+        return self._is_cold and bool(self.plan.scales)
 
     def warm_up(self, batch: Batch) -> int:
         """Repeats a micro-batch without updating until no scale changes any more; returns the passes it took."""
-        cells = self._cells
+        cells, self._is_cold = self._cells, False
         for count in range(1, WARM_UP_PASSES + 1):
-            before = self._read(cells.scales)
+            before = self.read(cells.scales)
             self.run("publish_counted")
             self.micro_step(batch)
             self._fill(cells.history, 0)
             self.run("calibrate")
-            newest, after = self._read(cells.history)[0], self._read(cells.scales)  # what all ranks have seen
-            self._publish()
+            newest, after = self.read(cells.history)[0], self.read(cells.scales)  # what all ranks have seen
+            self.change("publish")
             if newest[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
                 return count
         return WARM_UP_PASSES
@@ -221,27 +191,26 @@ class Engine(BoundPlan):
         self.gather()
         self.feed(batch)
         self.run("observe")
-        return self._read(self._cells.quantization_error).reshape(-1, STRIDE)[:, :FIELDS]
+        return self.read(self._cells.quantization_error).reshape(-1, STRIDE)[:, :FIELDS]
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of losses and number of trained tokens of a batch."""
+        losses, counts = zip(*self.evaluate_groups(batch).values(), strict=True)
+        return sum(losses), sum(counts)
+
+    def evaluate_groups(self, batch: Batch) -> dict[str, tuple[float, int]]:
+        """The same for the part of the batch that each group of rows is trained on, by its name."""
         self.gather()
         self.feed(batch)
         self.run("evaluate")
-        found = self._evaluated()
-        return sum(loss for loss, _ in found), sum(count for _, count in found)
-
-    def evaluated_each(self) -> list[tuple[float, int]]:
-        """The same of the last batch for each of several adapters; nothing of a run that has not several."""
-        return self._evaluated() if self._has_several else []
-
-    def _evaluated(self) -> list[tuple[float, int]]:
-        """The sums that the last evaluation has left."""
         wanted = [ref for group in self._cells.groups for ref in (group.evaluated.loss, group.evaluated.tokens)]
-        return [(loss, int(count)) for loss, count in zip(*[iter(self._read_scalars(*wanted))] * 2, strict=True)]
+        read = self._read_scalars(*wanted)
+        names = [group.name for group in self._cells.groups]
+        return {name: (loss, int(count)) for name, loss, count in zip(names, read[::2], read[1::2], strict=True)}
 
-    def _publish(self) -> None:
-        self.run("publish")
+    def change(self, name: str) -> None:
+        """Runs a program of the plan that changes weights, which of many ranks are then no longer whole."""
+        self.run(name)
         self._is_gathered = False
 
     def gather(self) -> None:
@@ -281,36 +250,36 @@ class Engine(BoundPlan):
                 self._memory.write(name, read(name, mine.start, mine.shape))
             elif math.prod(ref.shape):
                 self._memory.write(name, read(name))
-        self._publish()
+        self._is_cold = False
+        self.change("publish")
 
     def feed(self, batch: Batch) -> None:
         """The batch in its slots, with the positions of its tokens."""
         spec, slots = self.plan.spec, self._cells.batch
-        self._write(slots.tokens, batch.tokens)
-        self._write(slots.targets, batch.targets)
+        self.write(slots.tokens, batch.tokens)
+        self.write(slots.targets, batch.targets)
         if batch.places is not None and self._has(slots.samples):
-            self._write(slots.samples, batch.places.astype(np.int32))  # modulo 2^32
+            self.write(slots.samples, batch.places.astype(np.int32))  # modulo 2^32
         assert (batch.borders is None) == (spec.packing is None), "rows have borders where the plan has them"
         if batch.borders is None or spec.packing is None:
             return
         marks = np.full((len(batch.tokens), spec.packing.max_docs + 1), spec.seq_len, np.int32)
         marks[:, : batch.borders.shape[1]] = batch.borders
-        self._write(slots.borders, marks)
-        self._write(slots.positions, document_positions(marks, spec.seq_len))
+        self.write(slots.borders, marks)
+        self.write(slots.positions, document_positions(marks, spec.seq_len))
 
     def _fill_constants(self) -> None:
         spec, cells = self.plan.spec, self._cells
-        self._write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
-        self._write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
+        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
         for ref in self.plan.persistent.values():
             if ref.space == "scale":
                 self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
         for cell in (cell for group in cells.groups for cell in (group.norm, group.last_norm)):
             if self._has(cell):
                 self._fill(cell, 0)
-        if self.plan.importance.cells:
-            self._fill(cells.kept, 1)
-            self._fill(cells.importance, 0)
+        for name, cell in self.plan.tracked.cells.items():
+            self._fill(cell, self.plan.tracked.first[name])
         if self.plan.scales:
-            self._write(cells.limits, np.array(self.plan.limits))
+            self.write(cells.limits, np.array(self.plan.limits))
             self._fill(cells.always, 1)

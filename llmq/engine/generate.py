@@ -62,7 +62,7 @@ class Generator(BoundPlan):
         self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
         self._decodes_by = {call.op for call in self.plan.programs["decode"].calls}
         table = rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64)
-        self._write(self._cells.decode_rope, table)
+        self.write(self._cells.decode_rope, table)
 
     @property
     def weight_bytes(self) -> int:
@@ -93,22 +93,22 @@ class Generator(BoundPlan):
             length = next(length for length in self._prompt_lengths if length >= total)
             self._read_row([prompts[index][:-1] for index in row], row, length)
         decode, rest = self._cells.decode, [0] * (self.batch_size - len(prompts))
-        self._write(decode.tokens, np.array([[prompt[-1]] for prompt in prompts] + [[0]] * len(rest), np.int32))
-        self._write(decode.positions, np.array([[len(prompt) - 1] for prompt in prompts] + [[0]] * len(rest), np.int32))
-        self._write(decode.samples, np.array([*numbers, *rest], np.int64).astype(np.int32))
+        self.write(decode.tokens, np.array([[prompt[-1]] for prompt in prompts] + [[0]] * len(rest), np.int32))
+        self.write(decode.positions, np.array([[len(prompt) - 1] for prompt in prompts] + [[0]] * len(rest), np.int32))
+        self.write(decode.samples, np.array([*numbers, *rest], np.int64).astype(np.int32))
         if "penalize" in self._decodes_by:
             seen = np.zeros(decode.seen.shape, np.int32)
             for index, prompt in enumerate(prompts):
                 seen[index, [token for token in prompt if token != VIRTUAL]] = 1
-            self._write(decode.seen, seen)
+            self.write(decode.seen, seen)
 
     def step(self) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
         """Takes the next token of every sequence; what is returned waits for them (batch_size,), and for -log p of each
         (batch_size,), or of none if the plan does not compute it."""
         self.run("decode")
         decode = self._cells.decode
-        tokens = self._start_read(decode.tokens)
-        losses = self._start_read(decode.loss) if "cross_entropy" in self._decodes_by else lambda: NO_LOSSES
+        tokens = self.start_read(decode.tokens)
+        losses = self.start_read(decode.loss) if "cross_entropy" in self._decodes_by else lambda: NO_LOSSES
         return lambda: (tokens()[:, 0], losses())
 
     def _rows(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -139,12 +139,12 @@ class Generator(BoundPlan):
             real = [0 if token == VIRTUAL else token for token in prompt]
             tokens[0, place], positions[0, place], owners[0, place] = real, np.arange(len(prompt)), sequence
             borders.append(place.stop)
-        self._write(inputs.tokens, tokens)
-        self._write(inputs.positions, positions)
-        self._write(inputs.sequences, owners)
+        self.write(inputs.tokens, tokens)
+        self.write(inputs.positions, positions)
+        self.write(inputs.sequences, owners)
         if self._packed and self._has(inputs.borders):  # a model of one layer attends to no prompt
             padded = borders + [length] * (inputs.borders.shape[1] - len(borders))
-            self._write(inputs.borders, np.array([padded], np.int32))
+            self.write(inputs.borders, np.array([padded], np.int32))
         self.run(name)
 
 

@@ -64,7 +64,7 @@ def update(
     cells: Mapping[str, Ref],
     groups: Sequence[RowGroup],
     always: Ref,
-    importance: Any,
+    tracked: Any,
 ) -> None:
     """Every master and state, and all copies of the weights <- gradients, group by group.
 
@@ -87,7 +87,7 @@ def update(
             strict=True,
         )
         of = {**cells, **group.cells}
-        _step(ops, ((*one, of["apply"]) for one in walks), of, group.hyper, group.seed, importance)
+        _step(ops, ((*one, of["apply"]) for one in walks), of, group.hyper, group.seed, tracked)
 
 
 def _agreed(ops: Any, grads: Any, group: RowGroup) -> Mapping[str, Ref]:
@@ -116,7 +116,7 @@ def update_fused(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
-    importance: Any,
+    tracked: Any,
     *,
     applies: bool,
 ) -> None:
@@ -138,7 +138,7 @@ def update_fused(
             applied.append(apply)
     if applies:
         walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
-        _step(ops, zip(*walks, strict=True), cells, hyper, seed, importance)
+        _step(ops, zip(*walks, strict=True), cells, hyper, seed, tracked)
 
 
 def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
@@ -166,10 +166,10 @@ def _step(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
-    importance: Any,
+    tracked: Any,
 ) -> None:
     """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated; and
-    what that says of their importance."""
+    then what a method keeps beside that."""
     for (row, pieces), weight, grad, apply in walks:
         step = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
         about = {"weight_decay": hyper.rule.weight_decay if row.decay else 0.0, "rate": row.rate}
@@ -177,7 +177,7 @@ def _step(
             own = piece.grad or piece.of(grad)
             address = {"seed": seed, "stream": stream(row), "first": piece.first}
             hyper.rule.update(ops, piece.state, piece.of(weight), own, step, **about, **address)
-            importance.update(ops, row, piece, own, cells["grad_scale"], apply)
+            tracked.update(ops, row, piece, own, cells["grad_scale"], apply)
 
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:

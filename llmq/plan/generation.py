@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmq.adapters.importance import NoImportance
+from llmq.adapters.tracked import Tracked
 from llmq.errors import MemoryLimitError
 from llmq.plan.arena import aligned
 from llmq.plan.build import build_decoder, rows_of, site_of
@@ -31,7 +31,7 @@ def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) ->
     programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}
     persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)
     cells = Frame(dict(recorded.cells))
-    return Plan(spec, rows, programs, persistent, (), Fates(), {}, {}, cells, weights.refs, {}, {}, NoImportance())
+    return Plan(spec, rows, programs, persistent, (), Fates(), {}, {}, cells, weights.refs, {}, {}, Tracked())
 
 
 def parts(plan: Plan) -> dict[str, int]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llmq.adapters.importance import KEPT, NoImportance, Scores
+from llmq.adapters.tracked import Tracked
 from llmq.errors import UsageError
 from llmq.model.held import HELD_FORMS, HeldBase, room_bytes
 from llmq.ops.record import Call
@@ -100,7 +100,7 @@ class Plan:
     weights: Mapping[str, Ref]  # handles by row name; gradients and states of the rows that are trained
     grads: Mapping[str, Ref]
     moments: Mapping[str, State]
-    importance: NoImportance
+    tracked: Tracked
 
     @cached_property
     def shards(self) -> Shards:
@@ -126,8 +126,7 @@ class Plan:
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
         more = {} if self.spec.completions is None else {"cache": COMPLETIONS}
-        more |= dict.fromkeys(Scores._fields, "Importance") if self.importance.refs else {}
-        categories = {**self.state_titles, **CATEGORIES, **more}
+        categories = {**self.state_titles, **CATEGORIES, **more, **self.tracked.titles}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
         own = {name for name, ref in self.weights.items() if ref.value_in == MASTER}
         for ref in self.persistent.values():
@@ -171,7 +170,7 @@ class Plan:
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         seen = [(group.norm, group.last_norm) for group in self.cells.groups if group.clips_by_last]
         norms = [storage_name(cell) for pair in seen for cell in pair]
-        chosen = [storage_name(self.importance.cells[KEPT])] if self.importance.cells else []
+        chosen = [storage_name(self.tracked.cells[name]) for name in self.tracked.saved]
         return {name: self.persistent[name] for name in (*self._states, *scales, *norms, *chosen)}
 
     @property
@@ -184,7 +183,7 @@ class Plan:
         """The row that each storage of an optimizer state, or of the scales that it is held with, is of."""
         found = {}
         for name, state in self.moments.items():
-            held = (*state.values(), *self.importance.refs.get(name, ()))
+            held = (*state.values(), *self.tracked.refs.get(name, ()))
             for one in (one for ref in held for one in (ref.entries if ref.form is not None else (ref,))):
                 found[storage_name(one)] = name
                 if one.form is not None:
@@ -211,8 +210,8 @@ class Plan:
 
     @property
     def moment_names(self) -> frozenset[str]:
-        """The storages of the optimizer's states, of their scales, and of importance."""
-        found = {*spaces(self.spec.hyper.rule)[1:], *Scores._fields}
+        """The storages of the optimizer's states, of their scales, and of what a method keeps beside them."""
+        found = {*spaces(self.spec.hyper.rule)[1:], *self.tracked.titles}
         return frozenset(name for name in self._states if self.persistent[name].space in found)
 
     @property
@@ -296,7 +295,7 @@ def make_plan(
         cells["quantization_error"] = errors_cell(len(readers))
     handles = recordings.handles(cells)
     refs = (recordings.weights.refs, recordings.grads[True].refs, recordings.moments.refs)
-    about = (scales, fates, kept, readers, handles, *refs, recordings.importance)
+    about = (scales, fates, kept, readers, handles, *refs, recordings.tracked)
     return Plan(spec, recordings.rows, programs, persistent, *about)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from llmq.adapters.importance import Importance
 from llmq.changed import changed
 from llmq.model import optimizer
 from llmq.model.decoder import Model
@@ -112,13 +111,13 @@ class Recordings:
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None
-        self.importance = spec.adapters.importance(self.rows, p.stat, shares)
+        self.tracked = spec.adapters.tracked(self.rows, p.stat, shares)
         self.ranks: Any = ManyRanks(self._shards.tiles()) if self._shards else Alone()
         self.groups = groups_of(spec, self.rows, self.grads[True], self._shards)
         cells = {"step": Ref("step", "cell", (1,), "int32"), "request": Ref("request", "cell", (1,), p.stat)}
         (*_, group) = self.groups.by_name.values()
         own = group.cells if len(self.groups.by_name) == 1 else {}
-        self.cells = {**cells, **own, **self.importance.cells}
+        self.cells = {**cells, **own, **self.tracked.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
@@ -177,7 +176,7 @@ class Recordings:
             if part == "head" and applies:
                 optimizer.begin_fused(ops, self.cells, spec.hyper)
             written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
-            optimizer.update_fused(ops, *written, self.importance, applies=applies)
+            optimizer.update_fused(ops, *written, self.tracked, applies=applies)
 
         return use
 
@@ -195,7 +194,7 @@ class Recordings:
             return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
         stores, groups = (self.weights, grads, self.moments), tuple(self.groups.by_name.values())
         return _recorded(
-            lambda ops: optimizer.update(ops, *stores, self.ranks, cells, groups, self.always, self.importance)
+            lambda ops: optimizer.update(ops, *stores, self.ranks, cells, groups, self.always, self.tracked)
         )
 
     def publish(self) -> list[Call]:
@@ -203,14 +202,9 @@ class Recordings:
         return _recorded(lambda ops: optimizer.publish(ops, self.weights, self.moments))
 
     def allocate(self) -> dict[str, list[Call]]:
-        """Of adapters whose ranks are chosen: the sums of their importance, and the mask of what is left out."""
-        of = self.importance
-        if not isinstance(of, Importance):
-            return {}
-        return {
-            "measure": _recorded(of.measure),
-            "mask": _recorded(lambda ops: of.mask(ops, self.weights, self.moments)),
-        }
+        """What a method runs between steps."""
+        programs = self.tracked.programs(self.weights, self.moments)
+        return {name: _recorded(record) for name, record in programs.items()}
 
     def calibrate(self, cells: Mapping[str, Ref]) -> list[Call]:
         """New scales from the amax of a warm-up pass."""

@@ -1,1 +1,1 @@
-"""The training run: from options to a ready job, the loop, its log, its schedule, what watches it."""
+"""The training run: from options to a run that is ready, the loop, its log, its schedule, what watches it."""

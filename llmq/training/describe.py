@@ -1,100 +1,117 @@
-"""What a run is, said before it begins: options, system, model, data, memory; and in a line what it came to."""
+"""The sections of the log that say what a run is, before it begins: options, system, model, data, memory."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmq.adapters import resolve as adapters
+from llmq.adapters.several import Several
 from llmq.data.chat.samples import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
 from llmq.hardware import device
+from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
+from llmq.plan.plan import Plan
+from llmq.training.exports import own_rows
 from llmq.training.log import SUMMARY, RunLog
-from llmq.training.result import TrainResult
-from llmq.training.several import listed_members
+from llmq.training.ready import Ready
+from llmq.training.run_data import MemberRun
 
-if TYPE_CHECKING:
-    from llmq.training.job import Job
+TITLES = ("name", "rank", "alpha", "maps", "parameters", "rows", "rate", "seed", "epochs", "data")  # of members
 
 
 def describe(
-    job: Job,
-    log: RunLog,
-    told: Collection[str],
-    matmuls: Mapping[str, str],
-    needs: Mapping[str, tuple[Path, int]],
+    run: Ready, log: RunLog, given: Collection[str], speed: GemmSpeed | None, matmuls: Mapping[str, str]
 ) -> None:
-    """The sections of the log that say what will be run; of a dry run, what it `needs` on the disk, too.
+    """Writes the sections. `given` are the options that are no defaults, and `matmuls` the choices of timing.
 
     Nothing is refused from here on: an error is the first thing that is seen of a run.
     """
-    plan, data, config = job.plan, job.data, job.plan.spec.config
-    log.options(job.options, told)
-    measured = {"measured": f"matrix products at {job.speed.line}"} if job.speed else {}
-    log.system({**device.system_facts(job.device), **measured})
-    log.model(job.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=config.architecture)
+    plan, members = run.plan, run.trains.members
+    log.options(run.options, given)
+    measured = {"measured": f"matrix products at {speed.line}"} if speed else {}
+    log.system({**device.system_facts(run.device), **measured})
+    architecture = plan.spec.config.architecture
+    log.model(run.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=architecture)
     if not all(row.trainable for row in plan.rows):
         log.say(adapters.note(plan.spec.adapters, plan.rows))
-    if job.members:
-        log.adapters({one.name: one.given for one in job.members}, listed_members(job.members, plan))
-    windows = data.train.num_windows
-    per_epoch = None if windows is None else -(-windows // data.samples_per_step)
-    total_steps = job.schedule.steps if data.is_there else job.options["steps"]
-    steps = {"tokens per step": job.tokens_per_step, "steps per epoch": per_epoch, "steps": total_steps}
-    shares = [asdict(share) for share in data.shares(job.schedule.steps * data.samples_per_step)]
-    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **steps, **data.facts())
-    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
-        log.say(sample)
+    if members:
+        log.adapters({one.name: one.given for one in members}, _member_lines(members, plan))
+    _describe_data(run, log)
     if matmuls:
         log.matmuls(matmuls)
+    _describe_memory(run, log)
+
+
+def _describe_data(run: Ready, log: RunLog) -> None:
+    """What is trained on, and for how long; a sample of it where a part is masked."""
+    data, steps = run.data, run.trains.schedule.steps
+    windows = data.train.num_windows
+    facts = {
+        "tokens per step": data.samples_per_step * data.tokens_per_row,  # without virtual ones; packed rows have fewer
+        "steps per epoch": None if windows is None else -(-windows // data.samples_per_step),
+        "steps": steps if data.is_there else run.options["steps"],
+        **data.facts(),
+    }
+    shares = [asdict(share) for share in data.shares(steps * data.samples_per_step)]
+    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **facts)
+    if sample := sample_text(data.train.token_files, data.tokenizer_folder):
+        log.say(sample)
+
+
+def _describe_memory(run: Ready, log: RunLog) -> None:
+    """The allocator table."""
+    plan = run.plan
     table = {name: size / MIB for name, size in plan.table().items()}
     other = table.pop("Other")
-    total, free = device.memory_bytes(job.device)
+    total, free = device.memory_bytes(run.device)
     left = max(free - plan.total_bytes, 0) / MIB
     hint = "a larger --batch-size"
     hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
-    if (chunks := plan.spec.memory.attention_chunks) > 1 and job.options["attn_bwd_chunks"] == memory.AUTO:
+    if (chunks := plan.spec.memory.attention_chunks) > 1 and run.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
     host = {name: size / MIB for name, size in plan.table("host").items()}
     log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, host, hint=hint)
-    if job.plans_only:  # else these go to the log, too, which is not open yet
-        for text in job.notices:
-            log.say(text)
-        for text in (*log.warnings, *job.warnings):
-            log.say(f"Warning: {text}", least=SUMMARY)
-        log.say(_in_a_line(job, free), least=SUMMARY)
-        hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
-        log.say(f"In host memory: {hosted}{shown(job.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
-        log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
 
 
-def _in_a_line(job: Job, free_bytes: int) -> str:
+def describe_dry(run: Ready, log: RunLog, needs: Mapping[str, tuple[Path, int]]) -> None:
+    """What a dry run says at its end, beside notices and warnings, for which a run has its log: that its plan fits, and
+    what it `needs` on the disk."""
+    plan, (_, free) = run.plan, device.memory_bytes(run.device)
+    for text in run.results.notices:
+        log.say(text)
+    for text in (*log.warnings, *run.results.warnings):
+        log.say(f"Warning: {text}", least=SUMMARY)
+    log.say(_in_a_line(run, free), least=SUMMARY)
+    hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
+    log.say(f"In host memory: {hosted}{shown(run.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
+    log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
+
+
+def _in_a_line(run: Ready, free_bytes: int) -> str:
     """What a plan that fits comes to."""
-    data, card = job.data, job.device.card
-    rate = predicted_rate(job.plan, card, data.samples_per_step * data.seq_len)
-    size, name = job.plan.spec.sharding.size, card.name if card else job.device.kind
+    data, card = run.data, run.device.card
+    rate = predicted_rate(run.plan, card, data.samples_per_step * data.seq_len)
+    size, name = run.plan.spec.sharding.size, card.name if card else run.device.kind
     where = f"each of {size} {name}" if size > 1 else name
-    fits = f"The plan fits: {shown(job.plan.total_bytes)} of {shown(free_bytes)} that are free on {where}"
+    fits = f"The plan fits: {shown(run.plan.total_bytes)} of {shown(free_bytes)} that are free on {where}"
     return fits if rate is None else f"{fits}, {rate * data.tokens_per_row / data.seq_len:,.0f} tokens/s predicted"
 
 
-def level_lines(job: Job, free_bytes: int) -> list[str]:
+def level_lines(run: Ready, free_bytes: int) -> list[str]:
     """What each `--zero-level` takes of a GPU and sends in a step, as a table; nothing for a run on one GPU."""
-    sharding = job.plan.spec.sharding
+    sharding = run.plan.spec.sharding
     if sharding.size == 1:
         return []
-    levels = needs_by_level(job.plan, job.backend.scratch_bytes, job.data.grad_accumulation)
+    levels = needs_by_level(run.plan, run.backend.scratch_bytes, run.data.grad_accumulation)
     hosts = any(needs.host_bytes for needs in levels)
     # what columns are in the allocator table; the rest is that of a micro-batch
-    states = ("Master", *job.plan.state_titles.values())
+    states = ("Master", *run.plan.state_titles.values())
     columns = {"weights": ("Weights",), "gradients": ("Gradients",), "states": states}
     rows = [("", *columns, "activations", "all", *(["host"] if hosts else []), "sent in a step", "")]
     for needs in levels:
@@ -109,17 +126,32 @@ def level_lines(job: Job, free_bytes: int) -> list[str]:
     return [f"On each of {sharding.size} GPUs:", *(f"  {line.rstrip()}" for line in lines)]
 
 
-def summary(result: TrainResult, seconds: float) -> Iterator[str]:
-    """What a finished run came to: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`; and below
-    that the losses of each of several adapters."""
-    parts = list(_losses(result.train_loss, result.eval_loss))
-    parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
-    yield f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
-    for name, one in result.adapters.items():
-        yield f"  {name}: {', '.join(_losses(one.train_loss, one.eval_loss))}"
-
-
-def _losses(train_loss: float, eval_loss: float | None) -> Iterator[str]:
-    yield f"training loss {train_loss:.4f}"
-    if eval_loss is not None and math.isfinite(eval_loss):
-        yield f"evaluation loss {eval_loss:.4f}"
+def _member_lines(members: Sequence[MemberRun], plan: Plan) -> Iterator[str]:
+    """A line for each adapter, below their titles."""
+    several, rows = plan.spec.adapters, [TITLES]
+    assert isinstance(several, Several)
+    for one in members:
+        member, flat = several.by_name[one.name], one.options.to_flat()
+        ranks = sorted({target.rank for target in member.adapters.targets})
+        alphas = sorted({target.alpha for target in member.adapters.targets})
+        seen = one.schedule.steps * one.data.samples_per_step
+        epochs = f"{seen / count:.2f}" if (count := one.data.train.num_windows) else "-"
+        named = flat["data"] or flat["train_file"] or ["-"]
+        rows.append(
+            (
+                one.name,
+                "-".join(map(str, ranks[:: max(len(ranks) - 1, 1)])),
+                "-".join(f"{alpha:g}" for alpha in alphas[:: max(len(alphas) - 1, 1)]),
+                str(len(member.adapters.targets)),
+                f"{num_parameters(own_rows(plan, one.name)):,}",
+                str(member.rows),
+                f"{one.schedule.peak:g}",
+                str(member.seed),
+                epochs,
+                ", ".join(named),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *middle, last in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(middle, widths[1:-1], strict=True))
+        yield "  ".join([f"{name:<{widths[0]}}", *cells, last])

@@ -30,10 +30,10 @@ from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
+from llmq.training.facts import Facts
 from llmq.training.fit import SEARCHING, fitted
 from llmq.training.longest import with_longest
 from llmq.training.room import limits_of
-from llmq.training.specs import Facts
 
 MOST_BYTES = 2**62  # of a host that is not known
 MOST_SLOTS = 12  # that are listed, the largest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,14 +18,14 @@ from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
 from llmq.files.huggingface import Export, remove_model
 from llmq.row import Row
-from llmq.training.allocation import Allocation
 from llmq.training.evaluation import mean_losses
-from llmq.training.exported import MERGED
+from llmq.training.exports import MERGED
 from llmq.training.health import all_finite
-from llmq.training.job import Job
 from llmq.training.log import SUMMARY, RunLog
-from llmq.training.progress import MemberProgress, Progress
+from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
+from llmq.training.ready import Ready
+from llmq.training.result import TrainResult
 
 
 @dataclass(frozen=True)
@@ -41,55 +41,58 @@ class Left:
     is_whole: bool
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
+    def added_to(self, result: TrainResult) -> TrainResult:
+        """The result of the run with all of this."""
+        adapters = {name: replace(one, path=self.adapters.get(name)) for name, one in result.adapters.items()}
+        result = replace(result, model_path=self.model_path, merged_path=self.merged_path)
+        return replace(result, adapters=adapters, warnings=tuple(self.warnings))
 
-def export_all(
-    job: Job, engine: Engine, allocation: Allocation, now: Progress, batch: Batch, ranks: Ranks, log: RunLog
-) -> Left:
-    """Writes the model, or of an adapter what the `allocation` of ranks kept, unless it is ruined, with warnings about
-    the run; those about the model say how to continue.
+
+def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch, ranks: Ranks, log: RunLog) -> Left:
+    """Writes the model, the adapter or each of several, unless it is ruined, with warnings about the run; those about
+    the model say how to continue.
 
     A ruined one is written with --export-anyway. Weights are checked on their way to the disk, and the last update by
     what the loss of a `batch` is now.
     """
-    loss, *each = mean_losses(engine, batch, ranks.world)
-    course = now.course.warnings(job.plan.spec.config.vocab_size, loss)
-    if job.members:
-        left = _export_each(job, engine, now, each, ranks, log)
+    losses = mean_losses(engine, batch, ranks.world)
+    course = now.course.warnings(run.plan.spec.config.vocab_size, losses[""])
+    if run.trains.members:
+        left = _export_each(run, engine, now, losses, ranks, log)
     else:
-        left = _export_one(job, engine, allocation, now, loss, ranks, log)
+        left = _export_one(run, engine, now, losses[""], ranks, log)
     return replace(left, warnings=[*course, *left.warnings])
 
 
-def _export_one(
-    job: Job, engine: Engine, allocation: Allocation, now: Progress, loss: float | None, ranks: Ranks, log: RunLog
-) -> Left:
+def _export_one(run: Ready, engine: Engine, now: Progress, loss: float | None, ranks: Ranks, log: RunLog) -> Left:
     """Writes the model or the adapter, and with --merge both as one."""
     reasons = _ruin(now, now.rejected, now.eval_loss, loss)
     bad: dict[str, None] = {}
     model = merged = None
-    if not reasons or job.exports_anyway:
+    if not reasons or run.results.exports_anyway:
         with suppress(NonFiniteError):
-            export = _with_base(allocation.exported(engine, job.exports[0]), job, engine)
-            model = _written(export, "Exporting", job, engine, ranks, log, bad)
+            chosen = run.plan.spec.adapters.exported(run.results.exports[0], engine.plan.tracked, engine)
+            export = _with_base(chosen, run, engine)
+            model = _written(export, "Exporting", run, engine, ranks, log, bad)
             log.say(f"Exported: {model}", least=SUMMARY)
-            for export in job.exports[1:]:
-                about = {MERGED_RECORD: merged_record(job.source, [model])} if ranks.is_first else {}
-                merged = _written(replace(export, beside=about), "Merging", job, engine, ranks, log, bad)
-                log.say(f"Merged into {_base(job)}: {merged}", least=SUMMARY)
-            if merged is None and ranks.is_first and job.exports[0].overwrite and remove_model(model / MERGED):
+            for export in run.results.exports[1:]:
+                about = {MERGED_RECORD: merged_record(run.source, [model])} if ranks.is_first else {}
+                merged = _written(replace(export, beside=about), "Merging", run, engine, ranks, log, bad)
+                log.say(f"Merged into {_base(run)}: {merged}", least=SUMMARY)
+            if merged is None and ranks.is_first and run.results.exports[0].overwrite and remove_model(model / MERGED):
                 log.say(f"Removed what an earlier run merged: {model / MERGED}", least=SUMMARY)
     if bad:
         reasons.append(_not_finite(bad))
     if model is not None:
         return Left(model, merged, [f"The model is exported although {why}" for why in reasons], is_whole=True)
-    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(job, now)}"], is_whole=False)
+    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(run, now)}"], is_whole=False)
 
 
-def _with_base(export: Export, job: Job, engine: Engine) -> Export:
+def _with_base(export: Export, run: Ready, engine: Engine) -> Export:
     """The export of an adapter, with what it was trained on."""
     if not engine.plan.spec.adapters.freezes:
         return export
-    base = AdapterBase(job.base or weights_of(job.source, job.seed), engine.plan.held_base)
+    base = AdapterBase(run.base or weights_of(run.source, run.plan.spec.seed), engine.plan.held_base)
     return replace(export, beside={BASE: base.to_json()})
 
 
@@ -108,18 +111,18 @@ def _not_finite(bad: Mapping[str, None]) -> str:
 
 
 def _export_each(
-    job: Job, engine: Engine, now: Progress, losses: Sequence[float | None], ranks: Ranks, log: RunLog
+    run: Ready, engine: Engine, now: Progress, losses: Mapping[str, float | None], ranks: Ranks, log: RunLog
 ) -> Left:
     """Writes each of several adapters that is not ruined, as `_export_one` does one."""
     found: dict[str, Path] = {}
     warnings = []
-    for name, export, loss in zip(job.names, job.exports, losses, strict=True):
-        own, bad = now.each.get(name, MemberProgress()), dict[str, None]()
-        reasons = _ruin(now, own.rejected, own.eval_loss, loss)
-        if not reasons or job.exports_anyway:
+    for name, export in zip([member.name for member in run.trains.members], run.results.exports, strict=True):
+        own, bad = now.group(name), dict[str, None]()
+        reasons = _ruin(now, own.rejected, own.eval_loss, losses[name])
+        if not reasons or run.results.exports_anyway:
             with suppress(NonFiniteError):
                 found[name] = _written(
-                    _with_base(export, job, engine), f"Exporting {name}", job, engine, ranks, log, bad
+                    _with_base(export, run, engine), f"Exporting {name}", run, engine, ranks, log, bad
                 )
                 log.say(f"Exported: {found[name]}", least=SUMMARY)
         reasons += [_not_finite(bad)] if bad else []
@@ -127,12 +130,12 @@ def _export_each(
             warnings += [f"Adapter {name} is exported although {why}" for why in reasons]
         else:
             warnings.append(f"Adapter {name} is not exported: {reasons[0]}. Lower its learning_rate")
-    is_whole = len(found) == len(job.members)
-    return Left(job.exports[0].folder.parent if found else None, None, warnings, is_whole, found)
+    is_whole = len(found) == len(run.trains.members)
+    return Left(run.results.exports[0].folder.parent if found else None, None, warnings, is_whole, found)
 
 
 def _written(
-    what: Export, title: str, job: Job, engine: Engine, ranks: Ranks, log: RunLog, bad: dict[str, None]
+    what: Export, title: str, run: Ready, engine: Engine, ranks: Ranks, log: RunLog, bad: dict[str, None]
 ) -> Path:
     """The folder of an export, by the first rank, once it is complete; the other ranks read along.
 
@@ -145,7 +148,7 @@ def _written(
         report(min(next(done), len(what.rows)), len(what.rows))
         if not all_finite(values):
             bad[row.name] = None
-            if not job.exports_anyway:
+            if not run.results.exports_anyway:
                 raise NonFiniteError
         return values
 
@@ -155,15 +158,15 @@ def _written(
         return path
 
 
-def _base(job: Job) -> str:
+def _base(run: Ready) -> str:
     """What the run was trained on, in words."""
-    held = job.plan.spec.adapters.base
+    held = run.plan.spec.adapters.base
     return f"the base in {held}" if held else "the base"
 
 
-def _way_back(job: Job, now: Progress) -> str:
+def _way_back(run: Ready, now: Progress) -> str:
     """How to continue after a run that was ruined."""
-    others = job.checkpoints.others(now.step)
+    others = run.results.checkpoints.others(now.step)
     again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
     return (
         f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "

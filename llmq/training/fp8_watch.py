@@ -7,9 +7,9 @@ in e4m3 and 25 dB in e5m2; clipping and flushing to zero cost the rest.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from llmq.hardware import device
 from llmq.model.parameters import HEAD
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.precision import Watching
-from llmq.training.hooks import Loop
+from llmq.training.hooks import Hook, RunView
+from llmq.training.log import RunLog
+from llmq.training.ranks import Ranks
+from llmq.training.ready import Ready
 
 LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
 PATIENCE = 2  # readings in a row below that before a site is named
@@ -45,7 +48,7 @@ class CopyError:
 
     @property
     def is_low(self) -> bool:
-        """Whether the copy stands badly for its value."""
+        """Whether the copy is a bad one of its value."""
         return self.snr_db is not None and self.snr_db < LEAST_SNR_DB[self.name.rsplit("@", 1)[1]]
 
 
@@ -80,57 +83,66 @@ def judge(errors: Iterable[CopyError], low: Mapping[str, int]) -> tuple[dict[str
     return counts, {site: error for site, error in worst.items() if counts[site] == PATIENCE}
 
 
-class Fp8Watch:
-    """A hook of the training loop: reads the errors of all fp8 copies, and lets sites fall back."""
+class Fp8Watch(Hook):
+    """Reads the errors of all fp8 copies where that is due, and lets sites fall back: `switch` makes the run continue
+    under another plan."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    key = "fp8"
 
-    def before_step(self, batch: Batch) -> float:
-        """Reads if that is due, on a step's first micro-batch; returns the seconds that it took."""
-        loop, began = self._loop, time.perf_counter()
-        if not (loop.engine.plan.observed and due(loop.job.watching, loop.progress.step)):
-            return 0.0
-        errors = self._read(batch)
-        low, named = judge(errors, loop.progress.low)
+    def __init__(self, ready: Ready, log: RunLog, ranks: Ranks, switch: Callable[[Plan], None]) -> None:
+        self._ready, self._log, self._ranks, self._switch = ready, log, ranks, switch
+        self._low: Mapping[str, int] = {}  # low readings in a row, by site
+        self._fell_back: tuple[str, ...] = ()  # sites that left fp8 in this run
+
+    def state(self) -> dict[str, Any]:
+        """Both of these."""
+        return {"low": dict(self._low), "fell_back": list(self._fell_back)}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Takes both."""
+        self._low, self._fell_back = state["low"], tuple(state["fell_back"])
+
+    def before_step(self, run: RunView, batch: Batch) -> None:
+        """Reads if that is due, on a step's first micro-batch."""
+        if not (run.engine.plan.observed and due(self._ready.watching, run.progress.step)):
+            return
+        low, named = judge(self._read(run, batch), self._low)
         self._say(named)
         # The checkpoint of a fallback has the counts before this reading: a run continued from it reads again.
-        left = self._fall_back(tuple(named)) if named and loop.job.watching.fallback else ()
-        loop.progress = replace(loop.progress, low=low, fell_back=(*loop.progress.fell_back, *left))
-        return time.perf_counter() - began
+        left = self._fall_back(run, tuple(named)) if named and self._ready.watching.fallback else ()
+        self._low, self._fell_back = low, (*self._fell_back, *left)
 
-    def _read(self, batch: Batch) -> list[CopyError]:
+    def _read(self, run: RunView, batch: Batch) -> list[CopyError]:
         """A reading of every copy, which the log gets."""
-        loop, observed = self._loop, self._loop.engine.plan.observed
-        found = _of_all(loop.ranks.all_of(loop.engine.observe(batch).tolist()))
-        fields = zip(observed.items(), found, strict=True)
+        found = _of_all(self._ranks.all_of(run.engine.observe(batch).tolist()))
+        fields = zip(run.engine.plan.observed.items(), found, strict=True)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in fields]
-        loop.log.say(summary(errors))
-        loop.log.record("fp8", step=loop.progress.step, copies=[asdict(error) for error in errors])
+        self._log.say(summary(errors))
+        self._log.record("fp8", step=run.progress.step, copies=[asdict(error) for error in errors])
         return errors
 
     def _say(self, named: Mapping[str, CopyError]) -> None:
         """A notice for each site that stays low."""
-        job = self._loop.job
         for site, error in named.items():
-            option = f"--head-dtype {job.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
-            advice = "" if job.watching.fallback else f": {option} or --fp8-fallback would take it out of fp8"
+            option = (
+                f"--head-dtype {self._ready.plan.spec.precision.model}" if site == HEAD else f"--bf16-layers {site}"
+            )
+            advice = "" if self._ready.watching.fallback else f": {option} or --fp8-fallback would take it out of fp8"
             shares = f"{100 * error.clipped:.2g}% clipped, {100 * error.flushed:.2g}% flushed to zero"
             where = f"The fp8 copy {error.name} of {site}"
-            self._loop.log.notice(f"{where} stays at {error.snr_db:.1f} dB ({shares}){advice}")
+            self._log.notice(f"{where} stays at {error.snr_db:.1f} dB ({shares}){advice}")
 
-    def _fall_back(self, sites: tuple[str, ...]) -> tuple[str, ...]:
-        """Goes on with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
-        loop, names = self._loop, ", ".join(sites)
-        job, old = loop.job, loop.job.plan
-        plan = job.replan(old.spec.precision.without(sites), old.total_bytes)
-        free = loop.ranks.least(device.memory_bytes(job.device)[1] + old.total_bytes)
+    def _fall_back(self, run: RunView, sites: tuple[str, ...]) -> tuple[str, ...]:
+        """Continues with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
+        ready, old, names = self._ready, run.engine.plan, ", ".join(sites)
+        plan = ready.replan(old.spec.precision.without(sites), old.total_bytes)
+        free = self._ranks.least(device.memory_bytes(ready.device)[1] + old.total_bytes)
         if lack := lacking(plan, Limits(free)):
-            loop.log.notice(f"{names} cannot leave fp8: {lack}")
+            self._log.notice(f"{names} cannot leave fp8: {lack}")
             return ()
-        loop.switch(plan)
-        step = loop.progress.step + 1
-        loop.log.notice(f"{names}: in {plan.spec.precision.model} from step {step} on", fell_back=list(sites))
+        self._switch(plan)
+        step = run.progress.step + 1
+        self._log.notice(f"{names}: in {plan.spec.precision.model} from step {step} on", fell_back=list(sites))
         return sites
 
 

@@ -6,18 +6,22 @@ counting PCIe traffic takes it 40 ms. Nothing waits for the reading but the end 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llmq.disk import MIB
 from llmq.errors import UsageError
 from llmq.hardware import nvml
 from llmq.hardware.device import Device
-from llmq.training.records import GpuRecord
+from llmq.training.hooks import Hook, RunView
+from llmq.training.records import GpuRecord, TrainRecord
 
 
-class GpuWatch:
-    """Readings of the GPU of a run, one at a time."""
+class GpuWatch(Hook):
+    """Readings of the GPU of a run every `every` steps, one at a time; `write` gets their records."""
 
-    def __init__(self, where: Device, every: int) -> None:
-        """UsageError if there is no GPU to read every `every` steps, or nothing that reads it; 0 asks for nothing."""
+    def __init__(self, where: Device, every: int, write: Callable[[GpuRecord], None]) -> None:
+        """UsageError if there is no GPU to read, or nothing that reads it; 0 steps ask for nothing."""
+        self._every, self._write = every, write
         self._uuid = where.gpu.uuid if where.gpu else None
         self._reading: nvml.Background | None = None
         if not every or where.planned:
@@ -29,6 +33,16 @@ class GpuWatch:
                 f"--log-gpu-util {every} needs NVML, which does not answer for this GPU: pip install nvidia-ml-py, or "
                 "leave it out"
             )
+
+    def during_step(self, run: RunView) -> None:
+        """Starts a reading if the step gets one: the GPU works on the step from here on."""
+        if self._every and (run.progress.step + 1) % self._every == 0:
+            self.begin()
+
+    def after_step(self, run: RunView, record: TrainRecord) -> None:
+        """Writes the reading of this step."""
+        if (reading := self.record(record.step)) is not None:
+            self._write(reading)
 
     def begin(self) -> None:
         """Starts a reading."""

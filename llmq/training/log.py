@@ -108,10 +108,6 @@ class RunLog:
         """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
         return self._every[1] > 0 and (last or step % self._every[1] == 0)
 
-    def gpu_due(self, step: int) -> bool:
-        """Whether to read the GPU during the update `step`: each n-th one, or never with n = 0."""
-        return self.gpu_every > 0 and step % self.gpu_every == 0
-
     def options(self, options: Mapping[str, Any], told: Collection[str] = ()) -> None:
         """[Options]: flat names and values; on a terminal only those that are `told`, unless all are asked for."""
         shown = options

@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from llmq.data.batches.batch import Batch
+from llmq.engine.engine import GroupResult, Rates, StepResult
 from llmq.training.health import Course
 from llmq.training.records import to_json
 
 
 @dataclass(frozen=True)
-class MemberProgress:
-    """One of several adapters: consecutive refused steps up to this one, sum and number of the steps' losses since the
-    newest evaluation, the loss of this step, and that of the evaluation."""
+class GroupProgress:
+    """A group of rows with a name, one of several adapters: consecutive refused steps up to this one, sum and number of
+    the steps' losses since the newest evaluation, the loss of this step, and that of the evaluation."""
 
     rejected: int = 0
     losses: tuple[float, int] = (0.0, 0)
     train_loss: float = math.nan
     eval_loss: float | None = None  # of one without held-out data
 
-    def after(self, loss: float, *, applied: bool) -> MemberProgress:
+    def after(self, done: GroupResult) -> GroupProgress:
         """After one more step."""
         total, count = self.losses
         return replace(
             self,
-            rejected=0 if applied else self.rejected + 1,
-            losses=(total + loss, count + 1),
-            train_loss=loss,
+            rejected=0 if done.applied else self.rejected + 1,
+            losses=(total + done.loss, count + 1),
+            train_loss=done.loss,
         )
 
-    def evaluated(self, loss: float) -> MemberProgress:
+    def evaluated(self, loss: float) -> GroupProgress:
         """After an evaluation."""
         return replace(self, losses=(0.0, 0), eval_loss=loss)
 
     @property
     def mean_loss(self) -> float | None:
         """Mean of the steps' losses since the newest evaluation."""
-        return self.losses[0] / self.losses[1] if self.losses[1] else None
+        return _mean(self.losses)
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,9 @@ class Progress:
     eval_loss: float = math.nan  # of the newest evaluation
     moments_from: int = 0  # step at which the optimizer's moments were zero
     rate_from: int = 0  # step at which the schedule began
-    low: Mapping[str, int] = field(default_factory=dict)  # site: low fp8 readings in a row
-    fell_back: tuple[str, ...] = ()  # sites that left fp8 in this run
-    each: Mapping[str, MemberProgress] = field(default_factory=dict)  # of several adapters
+    groups: Mapping[str, GroupProgress] = field(default_factory=dict)  # those with names, of several adapters
 
-    def anew(self, resets: Collection[str]) -> Progress:
+    def reset(self, resets: Collection[str]) -> Progress:
         """With what --reset names begun at this step."""
         fresh: dict[str, Any] = {}
         if "optimizer" in resets:
@@ -73,6 +73,36 @@ class Progress:
         if "data" in resets:
             fresh |= {"position": 0, "stream": None}
         return replace(self, **fresh)
+
+    def group(self, name: str) -> GroupProgress:
+        """That of a group of rows, which may not have begun."""
+        return self.groups.get(name, GroupProgress())
+
+    def after(self, batch: Batch, done: StepResult) -> Progress:
+        """After the update that ends with a batch."""
+        named = {one.name: self.group(one.name).after(one) for one in done.groups if one.name}
+        return replace(
+            self,
+            step=self.step + 1,
+            position=batch.position,
+            stream=batch.stream,
+            rejected=0 if done.applied else self.rejected + 1,
+            course=self.course.after(done.loss, done.norm),
+            losses=(self.losses[0] + done.loss, self.losses[1] + 1),
+            train_loss=done.loss,
+            groups=named,
+        )
+
+    def after_evaluation(self, loss: float, groups: Mapping[str, float]) -> Progress:
+        """After an evaluation at this step: the loss of all, and of those groups that have held-out data."""
+        found = {name: self.group(name).evaluated(own) for name, own in groups.items()}
+        every = {**self.groups, **found}
+        return replace(self, evaluated=self.step, losses=(0.0, 0), eval_loss=loss, groups=every)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean of the steps' losses since the newest evaluation."""
+        return _mean(self.losses)
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -88,8 +118,7 @@ class Progress:
             "eval_loss": to_json(self.eval_loss),
             "moments_from": self.moments_from,
             "rate_from": self.rate_from,
-            "fp8": {"low": dict(self.low), "fell_back": list(self.fell_back)},
-            **({"adapters": {name: to_json(asdict(one)) for name, one in self.each.items()}} if self.each else {}),
+            **({"adapters": {name: to_json(asdict(one)) for name, one in self.groups.items()}} if self.groups else {}),
         }
 
     @classmethod
@@ -108,14 +137,27 @@ class Progress:
             eval_loss=float(state["eval_loss"]),
             moments_from=state.get("moments_from", 0),
             rate_from=state.get("rate_from", 0),
-            low=state["fp8"]["low"],
-            fell_back=tuple(state["fp8"]["fell_back"]),
-            each={name: _member(one) for name, one in state.get("adapters", {}).items()},
+            groups={name: _group(one) for name, one in state.get("adapters", {}).items()},
         )
 
 
-def _member(state: Mapping[str, Any]) -> MemberProgress:
+def of_groups(groups: Sequence[GroupResult], rates: Rates) -> dict[str, dict[str, Any]] | None:
+    """What a step's record has of each group of rows that has a name, with its rate; None where there is none."""
+    each = rates if isinstance(rates, Sequence) else [rates] * len(groups)
+    found = {}
+    for one, rate in zip(groups, each, strict=True):
+        numbers = {"loss": one.loss, "norm": one.norm, "lr": rate, "trained_tokens": one.num_tokens}
+        found[one.name] = {**numbers, "applied": one.applied}
+    found.pop("", None)
+    return found or None
+
+
+def _group(state: Mapping[str, Any]) -> GroupProgress:
     total, count = state["losses"]
     held_out = state["eval_loss"]
     last = (float(state["train_loss"]), None if held_out is None else float(held_out))
-    return MemberProgress(state["rejected"], (float(total), count), *last)
+    return GroupProgress(state["rejected"], (float(total), count), *last)
+
+
+def _mean(losses: tuple[float, int]) -> float | None:
+    return losses[0] / losses[1] if losses[1] else None

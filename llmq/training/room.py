@@ -1,16 +1,12 @@
-"""What a run needs and what there is: memory, disk, evaluations; refused before the first allocation."""
+"""What a run needs and what there is: memory and disk; refused before the first allocation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmq.backends import Backend, open_backend
-from llmq.data.batches.loader import Data
 from llmq.disk import check_free_space
 from llmq.engine.advice import Limits, refuse_if_too_large
-from llmq.errors import UsageError
-from llmq.files.checkpoint import EVAL_LOSS, Checkpoints
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
 from llmq.hardware.device import Device
@@ -18,18 +14,7 @@ from llmq.options.parse import Options
 from llmq.plan.slots import listed
 from llmq.training.describe import level_lines
 from llmq.training.log import RunLog
-
-if TYPE_CHECKING:
-    from llmq.training.job import Job
-
-
-def check_best(checkpoints: Checkpoints, data: Data, *, evaluates: bool) -> None:
-    """UsageError if the best checkpoint is to be kept and nothing is evaluated."""
-    if checkpoints.saves_best and (data.eval is None or not evaluates):
-        raise UsageError(
-            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
-            "--eval-every-n-steps above 0, or leave it out"
-        )
+from llmq.training.ready import Ready
 
 
 def limits_of(options: Options, where: Device, backend: Backend, micro_steps: int) -> Limits:
@@ -49,25 +34,25 @@ def limits_of(options: Options, where: Device, backend: Backend, micro_steps: in
     )
 
 
-def check_memory(job: Job, options: Options, log: RunLog) -> None:
+def check_memory(run: Ready, options: Options, log: RunLog) -> None:
     """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
     first what every level takes."""
-    room = limits_of(options, job.device, job.backend, job.data.grad_accumulation)
-    levels = level_lines(job, room.free_bytes) if job.plans_only else ()
-    for line in (*listed(job.plan, job.options["debug_memory"]), *levels):
+    room = limits_of(options, run.device, run.backend, run.data.grad_accumulation)
+    levels = level_lines(run, room.free_bytes) if run.is_dry else ()
+    for line in (*listed(run.plan, run.options["debug_memory"]), *levels):
         log.say(line)
-    refuse_if_too_large(job.plan, room)
+    refuse_if_too_large(run.plan, room)
 
 
-def check_disk(job: Job, done: int) -> dict[str, tuple[Path, int]]:
+def check_disk(run: Ready, done: int) -> dict[str, tuple[Path, int]]:
     """Bytes of the checkpoints after the step `done` and of the model; StorageError if they do not fit on the disk."""
-    first, last = done + 1, job.schedule.steps
-    one = checkpoint_bytes(job.checkpoint_pieces)
-    saved = (job.checkpoints.folder, job.checkpoints.peak_bytes(one, first, max(first, last)))
+    first, last = done + 1, run.trains.schedule.steps
+    one = checkpoint_bytes([each.tensor for each in run.checkpoint_slices])
+    saved = (run.results.checkpoints.folder, run.results.checkpoints.peak_bytes(one, first, max(first, last)))
     needs = {"the checkpoints": saved}
-    named = [f"adapter {one.name}" for one in job.members] or ["the model", "the merged model"]
-    for what, export in zip(named, job.exports, strict=False):
-        needs[what] = (export.folder, export.check(room=not job.device.planned))
-    if not job.device.planned:
+    named = [f"adapter {one.name}" for one in run.trains.members] or ["the model", "the merged model"]
+    for what, export in zip(named, run.results.exports, strict=False):
+        needs[what] = (export.folder, export.check(room=not run.device.planned))
+    if not run.device.planned:
         check_free_space(needs)
     return needs

@@ -20,6 +20,9 @@ from llmq.generation.text import row_length, stop_tokens
 from llmq.model.config import ModelConfig
 from llmq.plan.spec import Completions
 from llmq.screen import Report
+from llmq.training.hooks import Hook, RunView
+from llmq.training.log import RunLog
+from llmq.training.records import EvalRecord
 
 AT_A_TIME = 8  # sequences: more would take a larger cache from training
 MULTIPLE = 4  # of sequences, as fp8 products with a scale per block need
@@ -50,6 +53,19 @@ class SamplePrompts:
         for question, answer in zip(self.questions, in_order(written, count), strict=False):
             about = {"text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
             yield {**question.shown, **about}
+
+
+class SampleHook(Hook):
+    """Completes the prompts at every evaluation, until the run `ends`; without prompts it does nothing."""
+
+    def __init__(self, samples: SamplePrompts | None, log: RunLog, ends: Callable[[], bool]) -> None:
+        self._samples, self._log, self._ends = samples, log, ends
+
+    def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
+        """Writes the completions."""
+        if self._samples is not None:
+            with self._log.task("Completing prompts") as report:
+                self._log.samples(run.progress.step, list(self._samples.write(run.engine, self._ends, report)))
 
 
 def open_samples(

@@ -8,48 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmq.options.field import written
 from llmq.plan.memory import is_quant
-
-if TYPE_CHECKING:
-    from llmq.training.job import Job
+from llmq.training.ready import Ready
 
 NO_EVAL = "without data to evaluate on, such as --eval-file"
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Options that have no effect in the jobs for which `when` is true; `why` ends the line."""
+    """Options that have no effect in the runs for which `when` is true; `why` ends the line."""
 
     keys: tuple[str, ...]
-    when: Callable[[Job], bool]
+    when: Callable[[Ready], bool]
     why: str
 
 
-def _is_alone(job: Job) -> bool:
-    return job.plan.spec.sharding.size == 1
+def _is_alone(run: Ready) -> bool:
+    return run.plan.spec.sharding.size == 1
 
 
-def _on_cpu(job: Job) -> bool:
-    return job.device.kind == "cpu"
+def _on_cpu(run: Ready) -> bool:
+    return run.device.kind == "cpu"
 
 
-def _has_no_eval(job: Job) -> bool:
-    return job.data.is_there and job.data.eval is None
+def _has_no_eval(run: Ready) -> bool:
+    return run.data.is_there and run.data.eval is None
 
 
-def _never_evaluates(job: Job) -> bool:
-    return not job.options["eval_every_n_steps"]
+def _never_evaluates(run: Ready) -> bool:
+    return not run.options["eval_every_n_steps"]
 
 
-def _is_hosted(job: Job, *spaces: str) -> bool:
-    return not set(spaces).isdisjoint(job.plan.spec.memory.host)
+def _is_hosted(run: Ready, *spaces: str) -> bool:
+    return not set(spaces).isdisjoint(run.plan.spec.memory.host)
 
 
-def _reads_trained_fp8(job: Job) -> bool:
-    return any(is_quant(row, job.plan.spec.precision) for row in job.plan.rows)
+def _reads_trained_fp8(run: Ready) -> bool:
+    return any(is_quant(row, run.plan.spec.precision) for row in run.plan.rows)
 
 
 TABLE = (
@@ -68,61 +66,62 @@ TABLE = (
     ),
     Idle(
         ("host_memory_limit",),
-        lambda job: _on_cpu(job) and not job.plan.host_bytes,
+        lambda run: _on_cpu(run) and not run.plan.host_bytes,
         "on the CPU: --memory-limit limits its memory",
     ),
     Idle(
         ("host_memory_limit", "write_combined"),
-        lambda job: not (job.plan.host_bytes or job.options["fit"]),
+        lambda run: not (run.plan.host_bytes or run.options["fit"]),
         "without something on the host, such as --offload-optimizer",
     ),
     Idle(
         ("use_zero_copy",),
-        lambda job: not _is_hosted(job, "master", "m", "v", "grad"),
+        lambda run: not _is_hosted(run, "master", "m", "v", "grad"),
         "without optimizer states or gradients on the host: --offload-optimizer",
     ),
     Idle(
         ("offload_quants", "persistent_quants"),
-        lambda job: not _reads_trained_fp8(job),
+        lambda run: not _reads_trained_fp8(run),
         "without e4m3 matmuls of weights that are trained: --matmul-dtype e4m3",
     ),
     Idle(
         ("memcpy_all_gather",),
-        lambda job: not (job.plan.spec.sharding.states or job.plan.spec.sharding.weights),
+        lambda run: not (run.plan.spec.sharding.states or run.plan.spec.sharding.weights),
         "at --zero-level 0, which gathers no weights",
     ),
-    Idle(("memcpy_send_recv",), lambda job: not job.plan.spec.sharding.all_to_all, "without --all-to-all-reduce"),
-    Idle(("restart_failed",), lambda job: not job.can_restart, "without --gpus, llmq-launch or --launcher ray"),
+    Idle(("memcpy_send_recv",), lambda run: not run.plan.spec.sharding.all_to_all, "without --all-to-all-reduce"),
+    Idle(("restart_failed",), lambda run: not run.can_restart, "without --gpus, llmq-launch or --launcher ray"),
     Idle(
         ("weight_decay",),
-        lambda job: not any(row.trainable and row.decay for row in job.plan.rows),
+        lambda run: not any(row.trainable and row.decay for row in run.plan.rows),
         "without a matrix or an embedding that is trained",
     ),
     Idle(
         ("master_dtype",),
-        lambda job: (
-            job.plan.spec.precision.master == "none" and not any(r.stored for r in job.plan.rows if r.trainable)
+        lambda run: (
+            run.plan.spec.precision.master == "none" and not any(r.stored for r in run.plan.rows if r.trainable)
         ),
         "without a block's matrix that is trained",
     ),
     Idle(
         ("eval_every_n_steps",),
-        lambda job: _has_no_eval(job) and job.samples is None and not _never_evaluates(job),
+        lambda run: _has_no_eval(run) and run.samples is None and not _never_evaluates(run),
         NO_EVAL,
     ),
     Idle(("eval_num_steps", "final_eval"), _has_no_eval, NO_EVAL),
     Idle(("eval_num_steps", "final_eval"), _never_evaluates, "with --eval-every-n-steps 0"),
-    Idle(("sample_tokens",), lambda job: job.samples is None, "without --sample-prompts"),
+    Idle(("sample_tokens",), lambda run: run.samples is None, "without --sample-prompts"),
 )
 
 
-def without_effect(job: Job, given: Mapping[str, Any]) -> Iterator[str]:
+def without_effect(run: Ready, given: Mapping[str, Any]) -> Iterator[str]:
     """A line for each reason for which some of the options `given`, by key, have no effect in this run."""
-    left = {key: value for key, value in given.items() if key not in job.fitted}
+    left = {key: value for key, value in given.items() if key not in run.fitted}
     for row in TABLE:
-        if (keys := [key for key in row.keys if key in left]) and row.when(job):
+        if (keys := [key for key in row.keys if key in left]) and row.when(run):
             yield _line({key: left.pop(key) for key in keys}, row.why)
-    if replaced := {key: left[key] for key in left if job.members and all(key in one.given for one in job.members)}:
+    members = run.trains.members
+    if replaced := {key: left[key] for key in left if members and all(key in one.given for one in members)}:
         yield _line(replaced, "where each entry of --adapters has its own")
 
 

@@ -9,6 +9,7 @@ from tiny_engines import engine_of as loaded
 
 from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.importance import KEPT
 from llmq.adapters.lora import Lora
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
@@ -93,7 +94,7 @@ def test_what_is_held_has_the_bytes_that_the_host_makes(backend, monkeypatch, na
     for engine in engines:
         refs = [ref for ref in plan.weights.values() if ref.form is not None]
         refs += [cell for ref in refs for cell in (scale_ref(ref), *plan.known_scales(ref))]
-        found.append({storage_name(ref): engine._read(ref).tobytes() for ref in refs})
+        found.append({storage_name(ref): engine.read(ref).tobytes() for ref in refs})
     assert found[0] == found[1] and len(found[0]) >= 16
 
 
@@ -119,13 +120,13 @@ def test_singular_values_score_as_on_the_reference_and_are_masked(backend):
         for step in range(1, 4):
             engine.micro_step(placed(step))
             engine.update(step, 1e-3)
-        engine.measure_importance()
-        importance = engine.plan.importance
-        found.append(importance.scores(engine.importance()))
+        engine.run("measure")
+        importance = engine.plan.tracked
+        found.append(importance.scores(engine.read(importance.total)))
         flags = np.arange(importance.num_triplets) % 3 > 0
-        engine.keep(flags)
-        engine.mask()
-        assert np.array_equal(engine.kept(), flags)
+        engine.write(importance.cells[KEPT], importance.cell_of(flags))
+        engine.change("mask")
+        assert np.array_equal(importance.kept(engine), flags)
         values = np.concatenate([engine.parameter(row.name) for row in importance.values])
         assert np.array_equal(values != 0, flags)
     ours, right = found

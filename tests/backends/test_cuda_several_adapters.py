@@ -70,8 +70,7 @@ def steps(engine):
         for micro_step in range(2):
             engine.micro_step(placed(2 * step + micro_step), first=micro_step == 0, last=micro_step == 1)
         found.append(engine.update(step, RATES))
-    engine.evaluate(placed(99))
-    return found, engine.evaluated_each()
+    return found, engine.evaluate_groups(placed(99))
 
 
 @KIND
@@ -87,7 +86,7 @@ def test_each_has_the_gradients_of_the_reference(backend, name, base, kind):
             own.setdefault(row.adapter, []).append(engine.gradient(row.name).astype(np.float64).ravel())
         found.append(({key: np.concatenate(parts) for key, parts in own.items()}, engine.update(1, RATES)))
     (ours, done), (right, wanted) = found
-    for key, one, other in zip(right, done.each, wanted.each, strict=True):
+    for key, one, other in zip(right, done.groups, wanted.groups, strict=True):
         cosine = ours[key] @ right[key] / (np.linalg.norm(ours[key]) * np.linalg.norm(right[key]))
         assert cosine > FOLLOWS.get(name, FP8_FOLLOWS), key
         assert one.loss == pytest.approx(other.loss, rel=1e-4 if name == "fp32" else 2e-2)
@@ -108,6 +107,6 @@ def test_recomputing_changes_no_bit(backend, name, base, kind):
 def test_a_run_is_that_of_the_reference(backend):
     ours, right = (steps(engine_of(one, FP32, None)) for one in (backend, HostBackend()))
     for one, other in zip(ours[0], right[0], strict=True):
-        assert [each.loss for each in one.each] == pytest.approx([each.loss for each in other.each], rel=1e-3)
+        assert [each.loss for each in one.groups] == pytest.approx([each.loss for each in other.groups], rel=1e-3)
     for (loss, count), (wanted, number) in zip(ours[1], right[1], strict=True):
         assert loss == pytest.approx(wanted, rel=1e-3) and count == number

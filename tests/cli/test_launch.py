@@ -78,9 +78,9 @@ def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):
 
 def test_a_rank_and_a_dry_run_start_nothing(groups, monkeypatch):
     ran = []
-    module = type(sys)("llmq.training.loop")
+    module = type(sys)("llmq.training.train")
     module.run = lambda options: ran.append(options) or type("Result", (), {"exit_code": 0})
-    monkeypatch.setitem(sys.modules, "llmq.training.loop", module)
+    monkeypatch.setitem(sys.modules, "llmq.training.train", module)
     assert trains(*RUN, "--gpus=2", "--dry-run") == 0
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

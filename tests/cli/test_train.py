@@ -40,16 +40,16 @@ MANUAL = [
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Options that `llmq.training.loop.run` was called with; what it does can be replaced through `outcome`."""
+    """Options that `llmq.training.train.run` was called with; what it does can be replaced through `outcome`."""
     seen = SimpleNamespace(options=None, outcome=lambda: 0)
 
     def run(options):
         seen.options = options
         return SimpleNamespace(exit_code=seen.outcome())
 
-    module = types.ModuleType("llmq.training.loop")
+    module = types.ModuleType("llmq.training.train")
     module.run = run
-    monkeypatch.setitem(sys.modules, "llmq.training.loop", module)
+    monkeypatch.setitem(sys.modules, "llmq.training.train", module)
     return seen
 
 
@@ -349,7 +349,7 @@ from llmq.cli.train import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.training.loop"}
+    heavy = {"numpy", "cupy", "ml_dtypes", "tokenizers", "huggingface_hub", "pyarrow", "rich", "llmq.training.train"}
     print(end.code, sorted(heavy & set(sys.modules)))
 """
     for argument in ("--help", "--version"):

@@ -119,7 +119,7 @@ def test_what_is_refused_while_values_are_moved_has_a_table_too(monkeypatch, cal
     monkeypatch.setattr(engine._memory, call, refuse)
     ref = plan.held("embed.weight")
     with pytest.raises(MemoryLimitError, match=r"no buffer: .* are held, 3 bytes are free now, 2 bytes") as caught:
-        engine._write(ref, 0) if call == "write" else getattr(engine, f"_{call}")(ref)
+        engine.write(ref, 0) if call == "write" else getattr(engine, call)(ref)
     assert type(caught.value) is MemoryLimitError and "segment" in caught.value.requests
 
 

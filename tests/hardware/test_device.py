@@ -144,7 +144,7 @@ def test_a_named_gpu_is_for_dry_runs_only():
 def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
     """A card that is too old is told before any download."""
     machine(FakeDriver(gpus=(RTX_2080,)))
-    monkeypatch.setattr("llmq.training.job.open_source", lambda *given: pytest.fail("opened"))
+    monkeypatch.setattr("llmq.training.prepare.open_source", lambda *given: pytest.fail("opened"))
     with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
         llmq.train(model="someone/model", train_file="t.bin", device="cuda")
 

@@ -8,7 +8,8 @@ from in_process import run_ranks
 from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
-from llmq.adapters.adalora import AdaLora, Budget, kept, with_triplets
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.importance import kept
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
@@ -17,7 +18,6 @@ from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.stores.sharding import Sharding
-from llmq.training.allocation import allocation_of
 
 RANK = 4
 BUDGET = Budget(2, warmup=1, final=1, interval=1, total=4)
@@ -46,15 +46,15 @@ def engine(plan, backend=None):
 
 def run_of(found, count=4, batches=None, parts=2):
     """Losses of steps of some micro-steps, with the choice of ranks."""
-    allocation, losses = allocation_of(found, print), []
+    tracked, losses = found.plan.tracked, []
     for step in range(1, count + 1):
         found.start_step(step, 1e-2)
-        allocation.before(found, step)
+        tracked.before_step(found, step)
         for part in range(parts):
             one = placed(10 * step + part) if batches is None else batches(step, part)
             found.micro_step(one, first=part == 0, last=part == parts - 1)
         losses.append(found.update(step, 1e-2).loss)
-        allocation.after(found, step)
+        tracked.after_update(found, step)
     return losses
 
 
@@ -126,7 +126,10 @@ def test_what_moves_or_repeats_work_changes_no_bit(case, precision):
     plans = [plan_of(precision, own, adapters=about, **UNCLIPPED) for own in (None, memory)]
     one, other = map(engine, plans)
     assert run_of(one, parts=1) == run_of(other, parts=1)
-    assert np.array_equal(one.kept(), other.kept()) and 0 < one.kept().sum() < one.kept().size
+    assert (
+        np.array_equal(one.plan.tracked.kept(one), other.plan.tracked.kept(other))
+        and 0 < one.plan.tracked.kept(one).sum() < one.plan.tracked.kept(one).size
+    )
     ours, theirs = ({row.name: run.parameter(row.name).tobytes() for row in run.plan.rows} for run in (one, other))
     assert ours == theirs
 
@@ -145,11 +148,11 @@ def test_every_precision_and_base_keeps_as_many(precision, base):
     about = replace(about, targets=adapters(config=config).targets)
     found = engine(plan_of(precision, config=config, adapters=about))
     losses = run_of(found, 3)
-    assert np.isfinite(losses).all() and found.kept().sum() == 2 * len(about.targets)
+    assert np.isfinite(losses).all() and found.plan.tracked.kept(found).sum() == 2 * len(about.targets)
     first = 0
-    for row in found.plan.importance.values:
+    for row in found.plan.tracked.values:
         value = found.parameter(row.name)
-        assert np.array_equal(value != 0, found.kept()[first : first + len(value)])
+        assert np.array_equal(value != 0, found.plan.tracked.kept(found)[first : first + len(value)])
         first += len(value)
 
 
@@ -175,7 +178,11 @@ def test_every_level_of_sharing_keeps_the_same(precision):
         found = Engine(plan_of(precision, None, config, adapters=about, sharding=sharding), HostBackend(world=world))
         found.load(parameters(found.plan))
         losses = run_of(found, batches=lambda step, part: rank_batch(Run(), step, part, world.rank), parts=1)
-        return losses, found.kept().tolist(), [found.parameter(row.name).tobytes() for row in found.plan.rows]
+        return (
+            losses,
+            found.plan.tracked.kept(found).tolist(),
+            [found.parameter(row.name).tobytes() for row in found.plan.rows],
+        )
 
     results = {level: run_ranks(2, lambda world, level=level: work(world, level)) for level in LEVELS}
     for level in LEVELS:
@@ -189,19 +196,21 @@ def test_a_triplet_scores_by_its_entry_and_the_means_of_its_vectors():
     about = adapters("v_proj,o_proj")
     found = engine(plan_of(FP64, adapters=about, **UNCLIPPED))
     found.micro_step(placed())
-    gradients = {name: found.gradient(name) for name in found.plan.importance.rows}
+    gradients = {name: found.gradient(name) for name in found.plan.tracked.rows}
     tokens, parts = found.update(1, 1e-2).num_tokens, {}
     for name, gradient in gradients.items():
         now = np.abs(found.parameter(name) * gradient / tokens)
         smoothed = (1 - BUDGET.beta_1) * now
         parts[name] = smoothed * (1 - BUDGET.beta_2) * np.abs(now - smoothed)
-    found.measure_importance()
+    found.run("measure")
     expected = []
-    for row in found.plan.importance.values:
+    for row in found.plan.tracked.values:
         site, (target,) = row.name.removesuffix(".lora_e"), about.by_site[row.name.removesuffix(".lora_e")]
         vectors = parts[f"{site}.lora_a"].mean(axis=1) + parts[f"{site}.lora_b.{target.module.key}"].mean(axis=0)
         expected.append(parts[row.name] + vectors)
-    np.testing.assert_allclose(found.plan.importance.scores(found.importance()), np.concatenate(expected), rtol=1e-9)
+    np.testing.assert_allclose(
+        found.plan.tracked.scores(found.read(found.plan.tracked.total)), np.concatenate(expected), rtol=1e-9
+    )
 
 
 def test_the_highest_scores_are_kept():

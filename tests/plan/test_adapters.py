@@ -332,7 +332,7 @@ def test_what_is_read_in_fp8_is_made_in_one_pass_with_a_scale_that_is_known():
     engine = warm(plan)
     for name in ("layers.0.attention.qkv.weight", "layers.1.mlp.down.weight"):
         largest = np.abs(engine.parameter(name).astype(np.float32)).max()
-        assert engine._read(plan.persistent[f"scale:{name}@e4m3"]) == largest / np.float32(448)
+        assert engine.read(plan.persistent[f"scale:{name}@e4m3"]) == largest / np.float32(448)
 
 
 def test_70b_in_nf4_fits_into_46_gib():

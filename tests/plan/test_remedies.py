@@ -20,7 +20,7 @@ from llmq.plan.memory import Memory, resolve
 from llmq.plan.plan import make_plan
 from llmq.plan.remedies import axes, frames, last_frames, levels, typed, with_fitting_chunks
 from llmq.tensor import Ref
-from llmq.training.specs import Facts
+from llmq.training.facts import Facts
 
 SCRATCH = 1 << 20
 

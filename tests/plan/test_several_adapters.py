@@ -122,13 +122,13 @@ def test_each_is_trained_as_it_would_be_alone(config, memory):
     engine, alone = all_at_once(FP64, found, config, memory)
     together, apart = train(engine, alone, found, RATES)
     for step, result in enumerate(together):
-        for one, own in zip(result.each, apart, strict=True):
+        for one, own in zip(result.groups, apart, strict=True):
             assert one.loss == pytest.approx(own[step].loss, rel=1e-12)
             assert one.norm == pytest.approx(own[step].norm, rel=1e-10)
             assert (one.num_tokens, one.applied) == (own[step].num_tokens, True)
-        tokens = sum(one.num_tokens for one in result.each)
+        tokens = sum(one.num_tokens for one in result.groups)
         assert result.num_tokens == tokens
-        assert result.loss == pytest.approx(sum(one.loss * one.num_tokens for one in result.each) / tokens)
+        assert result.loss == pytest.approx(sum(one.loss * one.num_tokens for one in result.groups) / tokens)
     for member, one in zip(found, alone, strict=True):
         mine = [row for row in engine.plan.rows if row.adapter == member.name]
         assert {row.address for row in mine} == {row.name for row in one.plan.rows if row.trainable}
@@ -137,8 +137,7 @@ def test_each_is_trained_as_it_would_be_alone(config, memory):
                 engine.parameter(row.name), one.parameter(row.address), rtol=1e-9, atol=1e-12, err_msg=row.name
             )
     own = rows(77, 1)
-    engine.evaluate(joined([own, rows(78, 2), own]))
-    each = engine.evaluated_each()
+    each = list(engine.evaluate_groups(joined([own, rows(78, 2), own])).values())
     assert each[0] == pytest.approx(alone[0].evaluate(own), rel=1e-10)
     assert each[2] == pytest.approx(alone[2].evaluate(own), rel=1e-10)
     assert each[0][0] != each[2][0]
@@ -152,7 +151,7 @@ def test_in_every_precision_as_near_as_roundings_allow(precision):
     together, apart = train(engine, alone, found, RATES)
     near = 2e-2 if precision.matmul == "e4m3" else 4e-3
     for step, result in enumerate(together):
-        for one, own in zip(result.each, apart, strict=True):
+        for one, own in zip(result.groups, apart, strict=True):
             assert one.loss == pytest.approx(own[step].loss, rel=near)
     frozen = {row.name for row in engine.plan.rows if row.adapter is None}
     written = {out.ref.name for call in engine.plan.programs["only"].calls for out in call.outputs if out is not None}
@@ -192,7 +191,7 @@ def test_ops_of_one_pass_have_the_rows_of_each(precision):
     assert [ops.count(op) for op in ("swiglu_low_rank_backward", "low_rank_backward", "swiglu_backward")] == [4, 12, 0]
     together, apart = train(engine, alone, found, RATES[:2])
     for step, result in enumerate(together):
-        for one, own in zip(result.each, apart, strict=True):
+        for one, own in zip(result.groups, apart, strict=True):
             assert one.loss == pytest.approx(own[step].loss, rel=2e-2)
     other = Engine(
         plan_of(precision, Memory(("recompute_block",)), adapters=several(found), batch_size=4),
@@ -211,7 +210,7 @@ def test_packed_rows_of_unequal_documents():
     whole = replace(joined(batches(found, 1, 0)), borders=borders)
     engine.micro_step(whole)
     result, first = engine.update(1, RATES), 0
-    for member, one, got in zip(found, alone, result.each, strict=True):
+    for member, one, got in zip(found, alone, result.groups, strict=True):
         at = slice(first, first + member.rows)
         first += member.rows
         one.micro_step(Batch(whole.tokens[at], whole.targets[at], borders[at], whole.places[at]))
@@ -226,11 +225,11 @@ def test_one_that_is_not_finite_stays_and_the_others_train():
     engine.load(bad)
     before = engine.parameter("layers.1.mlp.up.adapters.a.lora_a")
     together, apart = train(engine, alone, found, RATES, 2)
-    assert [[one.applied for one in result.each] for result in together] == [[False, True, True]] * 2
+    assert [[one.applied for one in result.groups] for result in together] == [[False, True, True]] * 2
     assert all(result.applied for result in together)
     assert np.array_equal(engine.parameter("layers.1.mlp.up.adapters.a.lora_a"), before)
     for n in (1, 2):
-        assert together[1].each[n].loss == pytest.approx(apart[n][1].loss, rel=1e-12)
+        assert together[1].groups[n].loss == pytest.approx(apart[n][1].loss, rel=1e-12)
 
 
 def test_rounding_draws_as_alone():
@@ -251,7 +250,7 @@ def test_a_quantized_base(base):
     assert {row.stored is not None for row in plan.rows if row.site and row.name.endswith("weight")} == {True}
     engine = engine_of(plan)
     engine.micro_step(joined(batches(members(), 1, 0)))
-    assert all(one.applied for one in engine.update(1, 1e-2).each)
+    assert all(one.applied for one in engine.update(1, 1e-2).groups)
 
 
 @pytest.mark.slow
@@ -312,6 +311,6 @@ def test_clips_by_the_last_norm_of_its_own():
     engine, alone = all_at_once(FP64, found)
     together, apart = train(engine, alone, found, RATES)
     for step, result in enumerate(together):
-        for one, own in zip(result.each, apart, strict=True):
+        for one, own in zip(result.groups, apart, strict=True):
             assert one.norm == pytest.approx(own[step].norm, rel=1e-10)
     assert {f"cell:{name}/last_norm" for name in ("a", "b-2", "c")} <= engine.plan.state().keys()

@@ -220,12 +220,12 @@ def test_batch_and_steps_follow_from_the_bench(tmp_path):
 def test_the_commands_of_the_gpu_are_ones_that_llmq_takes(tmp_path, monkeypatch, capsys):
     """Every option is parsed by the command itself; nothing runs but what needs no GPU."""
     import llmq.bench.run
-    import llmq.training.loop
+    import llmq.training.train
 
     setup = quickstart.Setup(ROOT / "tools" / "quickstart" / "gpu", (), device="cuda", out=tmp_path)
     asked, fits = [], []
     monkeypatch.setattr(llmq.bench.run, "run", lambda request, *_: asked.append(request) or 0)
-    monkeypatch.setattr(llmq.training.loop, "run", lambda options: asked.append(options) or 1 / 0)
+    monkeypatch.setattr(llmq.training.train, "run", lambda options: asked.append(options) or 1 / 0)
 
     def in_process(command, **_):
         from llmq.cli import bench

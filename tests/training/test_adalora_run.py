@@ -14,7 +14,6 @@ from llmq.adapters.merge import merge
 from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.options.parse import Options
-from llmq.training import loop
 from llmq.training.ranks import Ranks
 
 PREFIX = "base_model.model.model.layers.0"
@@ -106,7 +105,7 @@ def test_ranks_keep_what_one_does(given, level):
     def train(size):
         def work(world):
             options = Options.parse({**values, "name": f"on{size}", "zero_level": level})
-            return loop.run(options, console=io.StringIO(), ranks=Ranks(world))
+            return train.run(options, console=io.StringIO(), ranks=Ranks(world))
 
         return run_ranks(size, work)[0].model_path
 

@@ -17,7 +17,7 @@ from llmq.model.config import from_folder
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
 from llmq.plan.plan import make_plan
-from llmq.training import job
+from llmq.training import prepare
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def given(tmp_path, monkeypatch):
 
 
 def with_sites(monkeypatch, sites):
-    monkeypatch.setattr(job, "make_plan", partial(make_plan, sites=sites))
+    monkeypatch.setattr(prepare, "make_plan", partial(make_plan, sites=sites))
 
 
 def tensors(path):

@@ -19,7 +19,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.files.checkpoint import load
 from llmq.options.parse import Options
 from llmq.plan.plan import make_plan
-from llmq.training import job, loop, survey
+from llmq.training import prepare, survey, train
 from llmq.training.ranks import Ranks
 
 BUDGET = 1500
@@ -75,7 +75,7 @@ def test_ranks_are_those_of_the_first_steps_gradients_whatever_fits_at_a_time(gi
         return survey.look(spec, data, model, backend, lambda: least, start_task)
 
     monkeypatch.setattr(survey, "make_plan", planned)
-    monkeypatch.setattr(job, "look", looked)
+    monkeypatch.setattr(prepare, "look", looked)
     least = 2**40
     llmq.train(**{**given, "name": "roomy", "steps": 1})
     (roomy,) = plans
@@ -102,7 +102,7 @@ def test_what_was_chosen_is_exported_and_kept_by_a_run_that_resumes(given, monke
     assert alphas == {name: 2 * rank for name, rank in pattern.items()}
     folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
     llmq.train(**{**given, **folders, "steps": 3})
-    monkeypatch.setattr(job, "look", lambda *about: pytest.fail("looks again"))
+    monkeypatch.setattr(prepare, "look", lambda *about: pytest.fail("looks again"))
     parts = llmq.train(**{**given, **folders, "out_dir": "parts-model", "continue": 3})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert load(parts.checkpoint_path)[0]["ranks"]["model.layers.0.mlp.down_proj"][0] == ranks.get("down_proj", 0)
@@ -117,7 +117,7 @@ def test_what_was_chosen_is_exported_and_kept_by_a_run_that_resumes(given, monke
 def test_what_the_run_recomputes_is_recomputed_where_that_frees_memory(given, monkeypatch):
     whole, plans, original = llmq.train(**{**given, "steps": 1}), [], survey._with_gradients
     monkeypatch.setattr(survey, "_with_gradients", lambda plan, *about: plans.append(plan) or original(plan, *about))
-    monkeypatch.setattr(job, "look", lambda *about: survey.look(*about[:4], lambda: least, about[5]))
+    monkeypatch.setattr(prepare, "look", lambda *about: survey.look(*about[:4], lambda: least, about[5]))
     least = 2**40
     again = llmq.train(**{**given, "steps": 1, "name": "again", "recompute_block": True})
     assert plans[0].spec.memory.flags == ("recompute_block",) and ranks_of(again.model_path) == ranks_of(
@@ -142,8 +142,8 @@ def test_many_ranks_take_over_what_the_first_one_chose(given, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options |= {"batch_size": 1, "global_batch_size": 4, "deterministic": True, "steps": 2, "name": "two"}
     looked = []
-    monkeypatch.setattr(job, "look", lambda *about: looked.append(1) or survey.look(*about))
-    two = run_ranks(2, lambda world: loop.run(Options.parse(options), console=io.StringIO(), ranks=Ranks(world)))
+    monkeypatch.setattr(prepare, "look", lambda *about: looked.append(1) or survey.look(*about))
+    two = run_ranks(2, lambda world: train.run(Options.parse(options), console=io.StringIO(), ranks=Ranks(world)))
     assert len(looked) == 1 and len(set(ranks_of(two[0].model_path).values())) > 1
 
 

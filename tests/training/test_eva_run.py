@@ -14,7 +14,7 @@ import llmq
 from llmq.errors import UsageError
 from llmq.files.checkpoint import load
 from llmq.options.parse import Options
-from llmq.training import job, loop
+from llmq.training import prepare, train
 from llmq.training.ranks import Ranks
 from llmq.training.survey import look
 
@@ -53,7 +53,7 @@ def test_a_run_shares_out_its_ranks_and_resumes_without_another_look(given, monk
     assert weights_of(again.checkpoint_path) == weights_of(whole.checkpoint_path)
     folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
     llmq.train(**{**given, **folders, "steps": 3})
-    monkeypatch.setattr(job, "look", lambda *about: pytest.fail("looks again"))
+    monkeypatch.setattr(prepare, "look", lambda *about: pytest.fail("looks again"))
     parts = llmq.train(**{**given, **folders, "out_dir": "parts-model", "continue": 3})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert load(parts.checkpoint_path)[0]["ranks"]["model.layers.0.self_attn.k_proj"][0] == ranks.get("k_proj", 0)
@@ -104,11 +104,11 @@ def test_the_first_of_many_ranks_looks_for_all(given, level, monkeypatch):
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options |= {"batch_size": 1, "global_batch_size": 4, "deterministic": True, "learning_rate": 0.0, "steps": 1}
     looked = []
-    monkeypatch.setattr(job, "look", lambda *about: looked.append(1) or look(*about))
+    monkeypatch.setattr(prepare, "look", lambda *about: looked.append(1) or look(*about))
 
     def work(world):
         given = {**options, "name": "two", "zero_level": level}
-        return loop.run(Options.parse(given), console=io.StringIO(), ranks=Ranks(world))
+        return train.run(Options.parse(given), console=io.StringIO(), ranks=Ranks(world))
 
     two = run_ranks(2, work)
     assert len(looked) == 1

@@ -26,7 +26,7 @@ from llmq.model.config import to_hf
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
 from llmq.options.parse import SECTIONS, Options, descriptions
-from llmq.training import loop, without_effect
+from llmq.training import train, without_effect
 from llmq.training.ranks import Ranks
 
 T, VOCAB = 16, 420
@@ -128,7 +128,7 @@ def folder(tmp_path_factory):
         Path("prompt.jinja").write_text("Q {{ question }}")
         Path("prompts.txt").write_text("It is\n")
         Path("sweep.yaml").write_text('[{"name": "a", "lora_rank": 2}, {"name": "b", "lora_rank": 4, "seed": 3}]')
-        loop.train(**{**BASE, "lora_rank": 2, "out_dir": "adapter"}, console=io.StringIO())
+        train.train(**{**BASE, "lora_rank": 2, "out_dir": "adapter"}, console=io.StringIO())
     return path
 
 
@@ -139,12 +139,12 @@ def walk(folder, monkeypatch):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(folder / "cache"))
     plans = []
 
-    def prepare(*about, real=loop.prepare):
+    def prepare(*about, real=train.prepare):
         job = real(*about)
         plans.append(job.plan)
         return job
 
-    monkeypatch.setattr(loop, "prepare", prepare)
+    monkeypatch.setattr(train, "prepare", prepare)
 
     def seen(options, size):
         """All that a run leaves and prints, but times and the list of its options; an error is that alone."""
@@ -154,9 +154,9 @@ def walk(folder, monkeypatch):
         try:
             parsed = Options.parse(options)
             if size == 1:
-                loop.run(parsed, console=consoles[0])
+                train.run(parsed, console=consoles[0])
             else:
-                run_ranks(size, lambda world: loop.run(parsed, console=consoles[world.rank], ranks=Ranks(world)))
+                run_ranks(size, lambda world: train.run(parsed, console=consoles[world.rank], ranks=Ranks(world)))
         except LlmqError as error:
             return str(error)
         calls = [(name, program.calls, program.places) for name, program in plans[0].programs.items()]

@@ -22,8 +22,8 @@ from llmq.model.presets import preset
 from llmq.options.parse import Options
 from llmq.plan import precision
 from llmq.training import fit
+from llmq.training.facts import Facts
 from llmq.training.fit import Search, fitted
-from llmq.training.specs import Facts
 
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
 CONTEXT = cards.CONTEXT_BYTES

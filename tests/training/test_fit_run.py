@@ -14,8 +14,9 @@ from llmq.engine.predict import sustained
 from llmq.files.checkpoint import load
 from llmq.hardware import cards
 from llmq.options.parse import Options
-from llmq.training import fit, loop
+from llmq.training import fit
 from llmq.training.ranks import Ranks
+from llmq.training.train import run
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def train(given, size, **more):
     def work(world):
         values = {k: v for k, v in {**given, **more}.items() if v is not None and k != "console"}
         options = Options.parse(values)
-        return loop.run(options, console=consoles[world.rank], ranks=Ranks(world))
+        return run(options, console=consoles[world.rank], ranks=Ranks(world))
 
     return run_ranks(size, work), consoles[0].getvalue()
 

@@ -41,7 +41,7 @@ def readings(monkeypatch):
 
 
 def test_a_reading_is_a_record_of_its_step(readings):
-    watch = GpuWatch(HERE, 5)
+    watch = GpuWatch(HERE, 5, print)
     assert watch.record(6) is None
     watch.begin()
     assert watch.record(7) == RECORD and watch.record(8) is None
@@ -49,7 +49,7 @@ def test_a_reading_is_a_record_of_its_step(readings):
 
 
 def test_what_nvml_does_not_say_is_none(monkeypatch):
-    watch = GpuWatch(HERE, 0)
+    watch = GpuWatch(HERE, 0, print)
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
     watch.begin()
     assert watch.record(7) == GpuRecord(7)
@@ -64,11 +64,11 @@ def test_the_line_has_its_documented_form():
 
 def test_it_needs_a_gpu_and_nvml(monkeypatch):
     with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU, and this run is on the CPU: leave it out"):
-        GpuWatch(CPU, 3)
+        GpuWatch(CPU, 3, print)
     monkeypatch.setattr(nvml, "read", lambda uuid: None)
     with pytest.raises(UsageError, match=r"--log-gpu-util 3 needs NVML, .*pip install nvidia-ml-py"):
-        GpuWatch(HERE, 3)
-    GpuWatch(HERE, 0), GpuWatch(CPU, 0), GpuWatch(Device("cuda", planned=gpus.named("H200")), 3)
+        GpuWatch(HERE, 3, print)
+    GpuWatch(HERE, 0, print), GpuWatch(CPU, 0, print), GpuWatch(Device("cuda", planned=gpus.named("H200")), 3, print)
 
 
 @pytest.fixture

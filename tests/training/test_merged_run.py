@@ -22,7 +22,7 @@ from llmq.errors import StorageError, UsageError
 from llmq.files.source import find_source, open_parameters
 from llmq.model.parameters import parameter_rows
 from llmq.options.parse import Options
-from llmq.training import finish, loop
+from llmq.training import finish, train
 from llmq.training.ranks import Ranks
 
 OFTEN = (("lora", None), ("lora", "nf4"), ("dora", "int8"), ("ia3", "e4m3"), ("adalora", None))
@@ -165,7 +165,7 @@ def test_the_first_of_many_ranks_writes_the_merged_model(given, level, monkeypat
     monkeypatch.setattr(finish, "_written", spied)
 
     def work(world, **more):
-        return loop.run(Options.parse({**options, **more}), console=io.StringIO(), ranks=Ranks(world))
+        return train.run(Options.parse({**options, **more}), console=io.StringIO(), ranks=Ranks(world))
 
     two = run_ranks(2, lambda world: work(world, name="two", zero_level=level))
     (one,) = run_ranks(1, lambda world: work(world, name="one"))

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from llmq.training.health import Course
-from llmq.training.progress import MemberProgress, Progress
+from llmq.training.progress import GroupProgress, Progress
 
 FAR = Progress(
     step=7,
@@ -21,9 +21,7 @@ FAR = Progress(
     eval_loss=2.25,
     moments_from=3,
     rate_from=4,
-    low={"layers.0.mlp.down": 1},
-    fell_back=("head",),
-    each={"low": MemberProgress(1, (3.5, 2), math.inf, 2.5), "high": MemberProgress(0, (1.5, 1), 1.5)},
+    groups={"low": GroupProgress(1, (3.5, 2), math.inf, 2.5), "high": GroupProgress(0, (1.5, 1), 1.5)},
 )
 
 
@@ -41,12 +39,9 @@ def test_all_of_it_is_stored():
 
 
 def test_the_names_are_those_of_earlier_releases():
-    names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss", "fp8"}
+    names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss"}
     assert Progress().stored.keys() == names | {"moments_from", "rate_from"}
-    assert FAR.stored.keys() == Progress().stored.keys() | {"adapters"} and FAR.stored["fp8"] == {
-        "low": {"layers.0.mlp.down": 1},
-        "fell_back": ["head"],
-    }
+    assert FAR.stored.keys() == Progress().stored.keys() | {"adapters"}
 
 
 @pytest.mark.parametrize("name", ["stream", "rejected", "course", "moments_from", "rate_from"])

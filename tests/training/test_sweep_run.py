@@ -22,7 +22,7 @@ from llmq.options.sweep import OWN, read_members
 from llmq.report.plot import plot_runs
 from llmq.report.read import read_log
 from llmq.report.summary import summarize
-from llmq.training import loop, trained_on
+from llmq.training import run_data
 from llmq.training.ranks import Ranks
 
 ENTRIES = {
@@ -122,13 +122,13 @@ def test_a_file_of_one_is_that_adapter(given):
 
 @pytest.mark.slow
 def test_a_stream_of_one_adapter_resumes_where_it_was(given, monkeypatch):
-    real = trained_on.open_data
+    real = run_data.open_data
 
     def opened(options, vocab_size, seed, **about):
         found = real(options, vocab_size, seed, **about)
         return replace(found, train=number_stream(T, vocab_size)) if seed == 5 else found
 
-    monkeypatch.setattr(trained_on, "open_data", opened)
+    monkeypatch.setattr(run_data, "open_data", opened)
     whole = llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 0})
     state, _ = load(Path("runs/run/checkpoints/step-00000003"))
     assert state["stream"].keys() == {"other-1"} and state["stream"]["other-1"]["overall"] > 0
@@ -283,8 +283,10 @@ def test_one_that_is_ruined_is_not_exported_and_the_others_are(given, monkeypatc
 
     def broken(self, *about):
         done = real(self, *about)
-        each = [one._replace(applied=n != 1, loss=math.nan if n == 1 else one.loss) for n, one in enumerate(done.each)]
-        return type(done).of_several(each)
+        each = [
+            one._replace(applied=n != 1, loss=math.nan if n == 1 else one.loss) for n, one in enumerate(done.groups)
+        ]
+        return type(done).of(each)
 
     monkeypatch.setattr(Engine, "update", broken)
     done = llmq.train(**{**given, "steps": 11})
@@ -313,7 +315,7 @@ def test_all_that_are_refused_end_the_run(given, monkeypatch):
 
     def broken(self, *about):
         done = real(self, *about)
-        return type(done).of_several([one._replace(applied=False) for one in done.each])
+        return type(done).of([one._replace(applied=False) for one in done.groups])
 
     monkeypatch.setattr(Engine, "update", broken)
     with pytest.raises(NonFiniteError, match="not finite in the last 10 steps"):
@@ -331,7 +333,7 @@ def test_ranks_train_as_one_does(given):
         values.pop("grad_accumulation")
 
         def work(world):
-            return loop.run(Options.parse(values), console=io.StringIO(), ranks=Ranks(world))
+            return train.run(Options.parse(values), console=io.StringIO(), ranks=Ranks(world))
 
         return run_ranks(size, work)[0]
 

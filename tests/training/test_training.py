@@ -33,9 +33,9 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, fp8_watch, room, trained_on
+from llmq.training import auto, fp8_watch, room, run_data
 from llmq.training.fp8_watch import CopyError
-from llmq.training.loop import NON_FINITE_LIMIT
+from llmq.training.log_hook import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +218,7 @@ def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
     def open_stream(options, vocab_size, seed, **about):
         return replace(open_data(options, vocab_size, seed, **about), train=number_stream(T, vocab_size, opened))
 
-    monkeypatch.setattr(trained_on, "open_data", open_stream)
+    monkeypatch.setattr(run_data, "open_data", open_stream)
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
     opened.clear()

@@ -23,7 +23,7 @@ from llmq.model import presets
 from llmq.model.config import to_hf
 from llmq.options.data import DataOptions
 from llmq.report.read import read_log
-from llmq.training import past
+from llmq.training import earlier_run
 
 T = 32  # the longest row has 31 tokens
 
@@ -382,14 +382,14 @@ def test_a_dry_run_knows_the_rows_before_they_are_tokenized(given, packing):
 def test_a_run_from_before_rows_were_packed_says_what_continues_it(given, monkeypatch):
     """It had windows, as --packing was left open, and its checkpoint does not say so."""
     whole = llmq.train(**given, packing="windows")
-    read = past.load
+    read = earlier_run.load
 
     def old(path, **how):
         state, tensors = read(path, **how)
         del state["row_layout"]
         return {**state, "options": {**state["options"], "packing": None}}, tensors
 
-    monkeypatch.setattr(past, "load", old)
+    monkeypatch.setattr(earlier_run, "load", old)
     more = {**given, "continue": "auto", "steps": 8, "overwrite": True}
     with pytest.raises(
         UsageError, match=r"trained on windows, and .* on packed rows .*: add --packing=windows to cont"

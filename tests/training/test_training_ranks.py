@@ -17,8 +17,8 @@ from llmq.files.checkpoint import load
 from llmq.files.manifest import found
 from llmq.options.parse import Options
 from llmq.report.read import read_log
-from llmq.training import loop
 from llmq.training.ranks import Ranks, joined
+from llmq.training.train import run
 
 STEPS = 6
 
@@ -46,7 +46,7 @@ def train(given, size, name=None, **more):
 
     def work(world):
         options = Options.parse({**values, "name": name or f"on{size}"})
-        return loop.run(options, console=consoles[world.rank], ranks=Ranks(world))
+        return run(options, console=consoles[world.rank], ranks=Ranks(world))
 
     results = run_ranks(size, work)
     assert not any(console.getvalue() for console in consoles[1:])

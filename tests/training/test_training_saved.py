@@ -23,7 +23,7 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import read_manifest
 from llmq.report.read import read_log
-from llmq.training import job as job_of
+from llmq.training import prepare, saving
 
 SAVED = Path("runs/run/checkpoints")
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_multiples_are_saved_and_never_rotated_out(given):
 
 def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
     losses = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
+    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
     llmq.train(**given, **BEST)
     assert steps() == [8, 12] and read_manifest(SAVED / "step-00000008").metrics == {"eval/loss": 1.0}
 
@@ -85,7 +85,7 @@ def one_batch_an_evaluation(monkeypatch):
 
 def test_the_best_is_that_of_all_runs_of_the_folder(given, monkeypatch):
     losses = iter([1.0, 2.0, 1.5])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
+    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
     llmq.train(**{**given, "steps": 4}, **BEST)
     llmq.train(**{**given, "continue": "newest", "overwrite": True}, **BEST)
     assert steps() == [4, 12]
@@ -102,7 +102,7 @@ def test_the_best_needs_evaluations(given):
 def test_an_evaluation_that_is_due_with_a_save_counts_for_the_best(given, monkeypatch):
     """Step 4 is saved in any case; step 6, which is worse than it and better than step 2, is not."""
     losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
+    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
     llmq.train(**{**given, "eval_every_n_steps": 2}, **{**BEST, "ckpt_interval": 4, "ckpt_keep_n": 0})
     assert steps() == [2, 4, 8, 12]
 
@@ -136,7 +136,7 @@ def test_sigusr1_while_a_run_is_prepared_ends_it_with_75(given, monkeypatch, of_
         os.kill(os.getpid(), signal.SIGUSR1)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr(job_of, of_job, asked)
+    monkeypatch.setattr(prepare, of_job, asked)
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if key not in OF_PYTHON]
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(SystemExit) as end:
@@ -206,7 +206,7 @@ def test_a_failed_save_ends_the_run_at_its_next_step_and_keeps_the_last(given, m
 
 def test_short_of_memory_training_waits_and_says_so_once(given, monkeypatch):
     whole = llmq.train(**{**given, "name": "whole"})
-    monkeypatch.setattr(job_of.device, "memory_bytes", lambda *where: (1 << 40, 1 << 33))
+    monkeypatch.setattr(saving.device, "memory_bytes", lambda *where: (1 << 40, 1 << 33))
     result = llmq.train(**given, ckpt_interval=4)
     assert said(given).count("Training waits while a checkpoint is written") == 1
     assert weights_of(result.checkpoint_path) == weights_of(whole.checkpoint_path)

@@ -7,8 +7,8 @@ from tiny_runs import on_weights
 
 import llmq
 from llmq.options.parse import Options
-from llmq.training.loop import run
 from llmq.training.ranks import Ranks, joined
+from llmq.training.train import run
 
 GPU = {"device": "cuda", "gpu": "H200", "model_dtype": "bf16"}
 MANY = {**GPU, "gpus": 4}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from llmq.adapters import resolve as adapters
 from llmq.blocks.attention import Packing
@@ -19,11 +18,9 @@ from llmq.plan import memory, precision, sharding
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions, Spec
 from llmq.tensor import DTYPES
-
-if TYPE_CHECKING:
-    from llmq.training.ranks import Ranks
-    from llmq.training.samples import SamplePrompts
-    from llmq.training.trained_on import Trained
+from llmq.training.ranks import Ranks
+from llmq.training.run_data import RunData
+from llmq.training.samples import SamplePrompts
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Facts:
 
 
 def facts_of(
-    rows: Trained,
+    trains: RunData,
     dtypes: Precision,
     where: Device,
     seed: int,
@@ -83,7 +80,7 @@ def facts_of(
     members: tuple[MemberOptions, ...],
 ) -> Facts:
     """What plans of a run on this data depend on beside options."""
-    config, data, steps = rows.config, rows.data, rows.schedule.steps
+    config, data, steps = trains.config, trains.data, trains.schedule.steps
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing = Packing(*data.limits) if data.limits else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llmq.adapters.merge import MergedExport, untied
 from llmq.adapters.resolve import merges
+from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
@@ -20,7 +22,9 @@ from llmq.model.config import FAMILIES, ModelConfig
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan.plan import Plan
+from llmq.row import Row
 
+Tokens = tuple[Path | None, ExportedTemplates]  # the tokenizer of an exported model, and its templates
 MERGED = "merged"  # the folder of the merged model, in that of the adapter
 
 
@@ -46,9 +50,7 @@ def _with_end_tokens(source: ModelSource, ends: tuple[int, ...]) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
 
 
-def exported_tokenizer(
-    source: ModelSource, named: NamedData | None, data: Data
-) -> tuple[Path | None, ExportedTemplates]:
+def exported_tokenizer(source: ModelSource, named: NamedData | None, data: Data) -> Tokens:
     """The tokenizer of the exported model, and its templates.
 
     Of a run from scratch the one that made the data, unless --tokenizer chose one.
@@ -69,19 +71,13 @@ class OpenedExports:
 
 
 def open_model(
-    options: Options,
-    source: ModelSource,
-    tokenizer: Path | None,
-    templates: ExportedTemplates,
-    plan: Plan,
-    model: Values,
-    *,
-    replaces: bool,
+    options: Options, source: ModelSource, tokens: Tokens, plan: Plan, model: Values, *, replaces: bool
 ) -> OpenedExports:
     """Where the model goes, or its adapter, and with --merge both as one.
 
     All have the tokenizer and its templates. `model` gives the values of the model's rows as they were before the run.
     """
+    tokenizer, templates = tokens
     config, adapters = plan.spec.config, plan.spec.adapters
     warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
@@ -93,6 +89,30 @@ def open_model(
     rows, make = adapters.file(plan.rows, config, source.name, revision, before)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
     return OpenedExports((export, *_merged(options, export, plan)), templates.notices, warning)
+
+
+def open_members(
+    options: Options, source: ModelSource, tokens: Mapping[str, Tokens], plan: Plan, *, replaces: bool
+) -> OpenedExports:
+    """Where each of several adapters goes: to a folder of its name in --out-dir, with the `tokens` of its data."""
+    config, several, found = plan.spec.config, plan.spec.adapters, []
+    assert isinstance(several, Several)
+    notices: list[str] = []
+    revision = None if source.revision is None else source.revision.partition(",")[0]
+    for name, (tokenizer, templates) in tokens.items():
+        adapters = several.by_name[name].adapters
+        rows, make = adapters.file(own_rows(plan, name), config, source.name, revision, None)
+        notices += [text for text in templates.notices if text not in notices]
+        made: dict[str, Any] = {"default": "fp32", "make": make}
+        export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces, **made)
+        found.append(replace(export, folder=Path(export.folder) / name))
+    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
+    return OpenedExports(tuple(found), tuple(notices), warning)
+
+
+def own_rows(plan: Plan, name: str) -> tuple[Row, ...]:
+    """The rows of one of several adapters."""
+    return tuple(row for row in plan.rows if row.adapter == name)
 
 
 def _merged(options: Options, export: Export, plan: Plan) -> Iterator[Export]:

@@ -6,7 +6,7 @@ import pytest
 
 from llmq.cli.train import options_of
 from llmq.data.batches.step import step_of
-from llmq.training.past import changes, settings
+from llmq.training.identity import changes, settings
 
 RUN = ("--model=m", "--train-file=t.bin")
 
