@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from llmq.training.evaluation import mean_losses
 from llmq.training.exports import MERGED
 from llmq.training.health import all_finite
 from llmq.training.log import SUMMARY, RunLog
-from llmq.training.progress import Progress
+from llmq.training.progress import GroupProgress, Progress
 from llmq.training.ranks import Ranks
 from llmq.training.ready import Ready
 from llmq.training.result import TrainResult
@@ -39,7 +39,7 @@ class Left:
     merged_path: Path | None
     warnings: list[str]
     is_whole: bool
-    adapters: Mapping[str, Path] = field(default_factory=dict)
+    adapters: Mapping[str, Path]
 
     def added_to(self, result: TrainResult) -> TrainResult:
         """The result of the run with all of this."""
@@ -56,112 +56,94 @@ def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch, ranks: R
     what the loss of a `batch` is now.
     """
     losses = mean_losses(engine, batch, ranks.world)
-    course = now.course.warnings(run.plan.spec.config.vocab_size, losses[""])
-    if run.trains.members:
-        left = _export_each(run, engine, now, losses, ranks, log)
-    else:
-        left = _export_one(run, engine, now, losses[""], ranks, log)
-    return replace(left, warnings=[*course, *left.warnings])
+    warnings = now.course.warnings(run.plan.spec.config.vocab_size, losses[""])
+    to_disk, exports = _ToDisk(run, engine, ranks, log), run.results.exports
+    names = [member.name for member in run.trains.members] or [""]
+    found: dict[str, Path] = {}
+    for name, export in zip(names, exports, strict=False):  # that of a merged model has no name
+        one = now.group(name) if name else now
+        reasons, bad = _ruin(now, one, losses[name]), dict[str, None]()
+        if not reasons or run.results.exports_anyway:
+            with suppress(NonFiniteError):
+                found[name] = to_disk.write(to_disk.finished(export), f"Exporting {name}".rstrip(), bad)
+                log.say(f"Exported: {found[name]}", least=SUMMARY)
+        reasons += [_not_finite(bad)] if bad else []
+        if name in found:
+            warnings += [f"{f'Adapter {name}' if name else 'The model'} is exported although {why}" for why in reasons]
+        elif name:
+            warnings.append(f"Adapter {name} is not exported: {reasons[0]}. Lower its learning_rate")
+        else:
+            warnings.append(f"No model is exported: {reasons[0]}. {_way_back(run, now)}")
+    merged = to_disk.merge(exports[1:], found[""]) if "" in found else None
+    folder = found.get("", exports[0].folder.parent if found else None)
+    return Left(folder, merged, warnings, len(found) == len(names), found)
 
 
-def _export_one(run: Ready, engine: Engine, now: Progress, loss: float | None, ranks: Ranks, log: RunLog) -> Left:
-    """Writes the model or the adapter, and with --merge both as one."""
-    reasons = _ruin(now, now.rejected, now.eval_loss, loss)
-    bad: dict[str, None] = {}
-    model = merged = None
-    if not reasons or run.results.exports_anyway:
-        with suppress(NonFiniteError):
-            chosen = run.plan.spec.adapters.exported(run.results.exports[0], engine.plan.tracked, engine)
-            export = _with_base(chosen, run, engine)
-            model = _written(export, "Exporting", run, engine, ranks, log, bad)
-            log.say(f"Exported: {model}", least=SUMMARY)
-            for export in run.results.exports[1:]:
-                about = {MERGED_RECORD: merged_record(run.source, [model])} if ranks.is_first else {}
-                merged = _written(replace(export, beside=about), "Merging", run, engine, ranks, log, bad)
-                log.say(f"Merged into {_base(run)}: {merged}", least=SUMMARY)
-            if merged is None and ranks.is_first and run.results.exports[0].overwrite and remove_model(model / MERGED):
-                log.say(f"Removed what an earlier run merged: {model / MERGED}", least=SUMMARY)
-    if bad:
-        reasons.append(_not_finite(bad))
-    if model is not None:
-        return Left(model, merged, [f"The model is exported although {why}" for why in reasons], is_whole=True)
-    return Left(None, None, [f"No model is exported: {reasons[0]}. {_way_back(run, now)}"], is_whole=False)
+@dataclass(frozen=True)
+class _ToDisk:
+    """Writes what an engine has trained."""
+
+    run: Ready
+    engine: Engine
+    ranks: Ranks
+    log: RunLog
+
+    def finished(self, export: Export) -> Export:
+        """The export of what is trained, with what was chosen on the way, and with a record of its frozen base."""
+        adapters, plan = self.run.plan.spec.adapters, self.engine.plan
+        export = adapters.exported(export, plan.tracked, self.engine)
+        if not adapters.freezes:
+            return export
+        base = AdapterBase(self.run.base or weights_of(self.run.source, plan.spec.seed), plan.held_base)
+        return replace(export, beside={BASE: base.to_json()})
+
+    def merge(self, exports: Sequence[Export], adapter: Path) -> Path | None:
+        """Writes an adapter that is exported as one with its base, if that is wanted; else an older one goes."""
+        for export in exports:
+            about = {MERGED_RECORD: merged_record(self.run.source, [adapter])} if self.ranks.is_first else {}
+            path = self.write(replace(export, beside=about), "Merging", {})
+            held = self.run.plan.spec.adapters.base
+            self.log.say(f"Merged into {f'the base in {held}' if held else 'the base'}: {path}", least=SUMMARY)
+            return path
+        old = adapter / MERGED
+        if self.ranks.is_first and self.run.results.exports[0].overwrite and remove_model(old):
+            self.log.say(f"Removed what an earlier run merged: {old}", least=SUMMARY)
+        return None
+
+    def write(self, what: Export, title: str, bad: dict[str, None]) -> Path:
+        """The folder of an export, by the first rank, once it is complete; the other ranks read along.
+
+        Rows that are not finite are added to `bad`, and raise NonFiniteError unless they are exported anyway.
+        """
+        done = count(1)
+
+        def read(row: Row) -> np.ndarray:
+            values = self.engine.parameter(row.name)
+            report(min(next(done), len(what.rows)), len(what.rows))
+            if not all_finite(values):
+                bad[row.name] = None
+                if not self.run.results.exports_anyway:
+                    raise NonFiniteError
+            return values
+
+        with self.ranks.long(title.lower()), self.log.task(title) as report:
+            path = what.write(read) if self.ranks.is_first else what.read_along(read)
+            self.ranks.agreed(None)  # what follows would wait for the first one without saying so
+            return path
 
 
-def _with_base(export: Export, run: Ready, engine: Engine) -> Export:
-    """The export of an adapter, with what it was trained on."""
-    if not engine.plan.spec.adapters.freezes:
-        return export
-    base = AdapterBase(run.base or weights_of(run.source, run.plan.spec.seed), engine.plan.held_base)
-    return replace(export, beside={BASE: base.to_json()})
-
-
-def _ruin(now: Progress, rejected: int, eval_loss: float | None, after: float | None) -> list[str]:
-    """Why the model, or one of several adapters, is ruined by its last step, if it is."""
-    if rejected:
+def _ruin(now: Progress, one: Progress | GroupProgress, after: float | None) -> list[str]:
+    """Why the model, or the adapter with this progress, is ruined by its last step, if it is."""
+    if one.rejected:
         return [f"the last step, {now.step}, changed nothing: it was not finite"]
-    if now.evaluated == now.step and eval_loss is not None and not math.isfinite(eval_loss):
-        return [f"the loss of the last evaluation is {eval_loss}"]
+    if now.evaluated == now.step and one.eval_loss is not None and not math.isfinite(one.eval_loss):
+        return [f"the loss of the last evaluation is {one.eval_loss}"]
     return [f"after the last step the loss of a batch is {after}"] if after and not math.isfinite(after) else []
 
 
 def _not_finite(bad: Mapping[str, None]) -> str:
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     return f"the weights of {next(iter(bad))}{more} are not all finite"
-
-
-def _export_each(
-    run: Ready, engine: Engine, now: Progress, losses: Mapping[str, float | None], ranks: Ranks, log: RunLog
-) -> Left:
-    """Writes each of several adapters that is not ruined, as `_export_one` does one."""
-    found: dict[str, Path] = {}
-    warnings = []
-    for name, export in zip([member.name for member in run.trains.members], run.results.exports, strict=True):
-        own, bad = now.group(name), dict[str, None]()
-        reasons = _ruin(now, own.rejected, own.eval_loss, losses[name])
-        if not reasons or run.results.exports_anyway:
-            with suppress(NonFiniteError):
-                found[name] = _written(
-                    _with_base(export, run, engine), f"Exporting {name}", run, engine, ranks, log, bad
-                )
-                log.say(f"Exported: {found[name]}", least=SUMMARY)
-        reasons += [_not_finite(bad)] if bad else []
-        if name in found:
-            warnings += [f"Adapter {name} is exported although {why}" for why in reasons]
-        else:
-            warnings.append(f"Adapter {name} is not exported: {reasons[0]}. Lower its learning_rate")
-    is_whole = len(found) == len(run.trains.members)
-    return Left(run.results.exports[0].folder.parent if found else None, None, warnings, is_whole, found)
-
-
-def _written(
-    what: Export, title: str, run: Ready, engine: Engine, ranks: Ranks, log: RunLog, bad: dict[str, None]
-) -> Path:
-    """The folder of an export, by the first rank, once it is complete; the other ranks read along.
-
-    Rows that are not finite are added to `bad`, and raise NonFiniteError unless they are exported anyway.
-    """
-    done = count(1)
-
-    def read(row: Row) -> np.ndarray:
-        values = engine.parameter(row.name)
-        report(min(next(done), len(what.rows)), len(what.rows))
-        if not all_finite(values):
-            bad[row.name] = None
-            if not run.results.exports_anyway:
-                raise NonFiniteError
-        return values
-
-    with ranks.long(title.lower()), log.task(title) as report:
-        path = what.write(read) if ranks.is_first else what.read_along(read)
-        ranks.agreed(None)  # what follows would wait for the first one without saying so
-        return path
-
-
-def _base(run: Ready) -> str:
-    """What the run was trained on, in words."""
-    held = run.plan.spec.adapters.base
-    return f"the base in {held}" if held else "the base"
 
 
 def _way_back(run: Ready, now: Progress) -> str:

@@ -95,7 +95,7 @@ class Loop:
         check_continues(ready, state["must_match"])
         self.progress = Progress.read(state).reset(ready.results.checkpoints.resets)
         for hook in self.hooks:
-            if hook.key:
+            if hook.key in state:
                 hook.resume(state[hook.key])
         self.checkpoints.resumed(self.progress.step)
         restore(engine, ready, log, self.interrupt, reader)

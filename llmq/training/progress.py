@@ -5,63 +5,59 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import GroupResult, Rates, StepResult
 from llmq.training.health import Course
 from llmq.training.records import to_json
 
+Own = TypeVar("Own", bound="GroupProgress")
+
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """A group of rows with a name, one of several adapters: consecutive refused steps up to this one, sum and number of
-    the steps' losses since the newest evaluation, the loss of this step, and that of the evaluation."""
+    """How a group of rows trains, such as one of several adapters: consecutive steps up to this one that changed
+    nothing, as they were not finite, sum and number of the steps' losses since the newest evaluation, the loss of this
+    step, and that of the evaluation, if there was one. Losses are nats per trained token."""
 
     rejected: int = 0
     losses: tuple[float, int] = (0.0, 0)
     train_loss: float = math.nan
-    eval_loss: float | None = None  # of one without held-out data
+    eval_loss: float | None = None
 
-    def after(self, done: GroupResult) -> GroupProgress:
+    def stepped(self: Own, loss: float, *, applied: bool, **more: Any) -> Own:
         """After one more step."""
-        total, count = self.losses
-        return replace(
-            self,
-            rejected=0 if done.applied else self.rejected + 1,
-            losses=(total + done.loss, count + 1),
-            train_loss=done.loss,
-        )
+        losses = (self.losses[0] + loss, self.losses[1] + 1)
+        rejected = 0 if applied else self.rejected + 1
+        return replace(self, rejected=rejected, losses=losses, train_loss=loss, **more)
 
-    def evaluated(self, loss: float) -> GroupProgress:
+    def evaluated_as(self: Own, loss: float, **more: Any) -> Own:
         """After an evaluation."""
-        return replace(self, losses=(0.0, 0), eval_loss=loss)
+        return replace(self, losses=(0.0, 0), eval_loss=loss, **more)
 
     @property
     def mean_loss(self) -> float | None:
         """Mean of the steps' losses since the newest evaluation."""
-        return _mean(self.losses)
+        return self.losses[0] / self.losses[1] if self.losses[1] else None
 
 
 @dataclass(frozen=True)
-class Progress:
-    """A run after `step` updates. Losses are nats per trained token.
+class Progress(GroupProgress):
+    """A run after `step` updates, with those groups of rows that have names.
 
     `stored` and `read` are the way to a checkpoint's state and back; the step is in the checkpoint's name.
     """
 
+    eval_loss: float = math.nan
     step: int = 0
     position: int = 0  # samples taken
     stream: Mapping[str, int] | None = None  # of a stream: where the next sample begins
-    rejected: int = 0  # consecutive steps up to this one that changed nothing: they were not finite
     course: Course = field(default_factory=Course)
     evaluated: int = 0  # step of the newest evaluation
-    losses: tuple[float, int] = (0.0, 0)  # sum and number of the steps' losses since then
-    train_loss: float = math.nan  # of this step
-    eval_loss: float = math.nan  # of the newest evaluation
     moments_from: int = 0  # step at which the optimizer's moments were zero
     rate_from: int = 0  # step at which the schedule began
-    groups: Mapping[str, GroupProgress] = field(default_factory=dict)  # those with names, of several adapters
+    groups: Mapping[str, GroupProgress] = field(default_factory=dict)
 
     def reset(self, resets: Collection[str]) -> Progress:
         """With what --reset names begun at this step."""
@@ -80,29 +76,21 @@ class Progress:
 
     def after(self, batch: Batch, done: StepResult) -> Progress:
         """After the update that ends with a batch."""
-        named = {one.name: self.group(one.name).after(one) for one in done.groups if one.name}
-        return replace(
-            self,
+        named = (one for one in done.groups if one.name)
+        return self.stepped(
+            done.loss,
+            applied=done.applied,
             step=self.step + 1,
             position=batch.position,
             stream=batch.stream,
-            rejected=0 if done.applied else self.rejected + 1,
             course=self.course.after(done.loss, done.norm),
-            losses=(self.losses[0] + done.loss, self.losses[1] + 1),
-            train_loss=done.loss,
-            groups=named,
+            groups={one.name: self.group(one.name).stepped(one.loss, applied=one.applied) for one in named},
         )
 
     def after_evaluation(self, loss: float, groups: Mapping[str, float]) -> Progress:
         """After an evaluation at this step: the loss of all, and of those groups that have held-out data."""
-        found = {name: self.group(name).evaluated(own) for name, own in groups.items()}
-        every = {**self.groups, **found}
-        return replace(self, evaluated=self.step, losses=(0.0, 0), eval_loss=loss, groups=every)
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean of the steps' losses since the newest evaluation."""
-        return _mean(self.losses)
+        found = {name: self.group(name).evaluated_as(own) for name, own in groups.items()}
+        return self.evaluated_as(loss, evaluated=self.step, groups={**self.groups, **found})
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -157,7 +145,3 @@ def _group(state: Mapping[str, Any]) -> GroupProgress:
     held_out = state["eval_loss"]
     last = (float(state["train_loss"]), None if held_out is None else float(held_out))
     return GroupProgress(state["rejected"], (float(total), count), *last)
-
-
-def _mean(losses: tuple[float, int]) -> float | None:
-    return losses[0] / losses[1] if losses[1] else None

@@ -22,7 +22,8 @@ from llmq.errors import StorageError, UsageError
 from llmq.files.source import find_source, open_parameters
 from llmq.model.parameters import parameter_rows
 from llmq.options.parse import Options
-from llmq.training import finish, train
+from llmq.training import train
+from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
 
 OFTEN = (("lora", None), ("lora", "nf4"), ("dora", "int8"), ("ia3", "e4m3"), ("adalora", None))
@@ -156,20 +157,20 @@ def test_the_first_of_many_ranks_writes_the_merged_model(given, level, monkeypat
     options = {name: value for name, value in given.items() if name not in ("console", "grad_accumulation")}
     options |= {"batch_size": 1, "global_batch_size": 4, "deterministic": True, "lora_targets": "all,lm_head"}
     written = []
-    original = finish._written
+    original = RunLog.task
 
-    def spied(what, title, job, engine, ranks, *rest):
-        written.append((title, ranks.rank))
-        return original(what, title, job, engine, ranks, *rest)
+    def spied(log, title, **about):
+        written.extend([title] if title in ("Exporting", "Merging") else [])
+        return original(log, title, **about)
 
-    monkeypatch.setattr(finish, "_written", spied)
+    monkeypatch.setattr(RunLog, "task", spied)
 
     def work(world, **more):
         return train.run(Options.parse({**options, **more}), console=io.StringIO(), ranks=Ranks(world))
 
     two = run_ranks(2, lambda world: work(world, name="two", zero_level=level))
     (one,) = run_ranks(1, lambda world: work(world, name="one"))
-    assert sorted(written[:4]) == [("Exporting", 0), ("Exporting", 1), ("Merging", 0), ("Merging", 1)]
+    assert sorted(written[:4]) == ["Exporting", "Exporting", "Merging", "Merging"]  # both ranks take part in both
     assert {done.merged_path for done in two} == {Path("runs/two/model/merged")}
     found, wanted = (load_file(done.merged_path / "model.safetensors") for done in (two[0], one))
     assert found.keys() == wanted.keys() and "lm_head.weight" in found

@@ -1,0 +1,130 @@
+"""Hooks of a run: when they are called, what they see, and what they ask for and keep in checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+import llmq
+from llmq.errors import UsageError
+from llmq.options.parse import Options
+from llmq.training.hooks import Ask, Hook
+from llmq.training.train import run
+
+SAVED = Path("runs/run/checkpoints")
+
+
+@pytest.fixture
+def trained(given):
+    """Trains with hooks, and returns the result."""
+
+    def train(*hooks, **more):
+        options = {key: value for key, value in {**given, **more}.items() if key != "console"}
+        return run(Options.parse(options), hooks=hooks, console=given["console"])
+
+    return train
+
+
+def saved():
+    return sorted(int(path.name[5:]) for path in SAVED.glob("step-*"))
+
+
+class Notes(Hook):
+    """Notes the moments at which it is called, with the step of the run."""
+
+    key = "notes"
+
+    def __init__(self):
+        self.seen = []
+
+    def state(self):
+        return {"count": len(self.seen)}
+
+    def resume(self, state):
+        self.seen.append(("resume", state["count"]))
+
+    def on_begin(self, run):
+        self.seen.append(("begin", run.progress.step))
+
+    def before_step(self, run, batch):
+        self.seen.append(("before", run.progress.step, batch.num_tokens > 0))
+
+    def during_step(self, run):
+        self.seen.append(("during", run.progress.step))
+
+    def after_update(self, run):
+        self.seen.append(("update", run.progress.step))
+
+    def after_step(self, run, record):
+        self.seen.append(("step", run.progress.step, record.step, run.is_last))
+
+    def on_evaluate(self, run, record):
+        self.seen.append(("evaluate", record.step))
+
+    def on_save(self, run, path, step):
+        self.seen.append(("save", path.name, step))
+
+    def on_end(self, run, result):
+        self.seen.append(("end", result.steps, result.exit_code))
+
+
+def test_every_moment_comes_in_its_order(trained):
+    notes = Notes()
+    trained(notes, steps=2, eval_every_n_steps=2, grad_accumulation=2)
+    of_step = [[("before", n, True), ("during", n), ("update", n), ("step", n + 1, n + 1, n == 1)] for n in range(2)]
+    assert [one for one in notes.seen if one[0] != "save"] == [
+        ("begin", 0),
+        *of_step[0],
+        *of_step[1],
+        ("evaluate", 2),
+        ("end", 2, 0),
+    ]
+    assert [one for one in notes.seen if one[0] == "save"] == [("save", "step-00000002", 2)]  # while it is evaluated
+
+
+def test_a_hook_resumes_with_its_state(trained):
+    notes = Notes()
+    trained(notes, steps=2, ckpt_interval=1, ckpt_keep_n=0, eval_every_n_steps=0)
+    again = Notes()
+    trained(again, steps=3, eval_every_n_steps=0, overwrite=True, **{"continue": 1})
+    assert again.seen[:2] == [("resume", 5), ("begin", 1)]  # begin, and what is called in a step
+
+
+class Asks(Hook):
+    """Asks for something after a step."""
+
+    def __init__(self, step, what):
+        self.step, self.what = step, what
+
+    def after_step(self, run, record):
+        return self.what if record.step == self.step else Ask.NOTHING
+
+
+def test_it_may_stop_the_run_which_ends_as_one_of_so_many_steps(trained, given):
+    """With an evaluation of all held-out data, a checkpoint and a model: those of a run without a schedule's end."""
+    more = {"lr_schedule": "constant", "warmup": 0, "cooldown": 0}
+    early = trained(Asks(3, Ask.STOP), name="early", steps=9, **more)
+    short = trained(name="short", steps=3, **more)
+    assert (early.exit_code, early.steps) == (0, 3) and early.model_path.is_dir()
+    assert early.checkpoint_path.name == short.checkpoint_path.name == "step-00000003"
+    assert early.eval_loss == short.eval_loss and early.train_loss == short.train_loss
+
+
+def test_an_evaluation_may_stop_it_too(trained):
+    class Patience(Hook):
+        def on_evaluate(self, run, record):
+            return Ask.STOP if record.step == 4 else None
+
+    assert trained(Patience(), eval_every_n_steps=2).steps == 4 and saved() == [4]
+
+
+def test_it_may_ask_for_a_checkpoint_and_an_evaluation(trained):
+    notes = Notes()
+    trained(notes, Asks(2, Ask.SAVE), Asks(4, Ask.EVALUATE), eval_every_n_steps=100, ckpt_interval=0, ckpt_keep_n=0)
+    assert saved() == [2, 12]
+    assert [one[1] for one in notes.seen if one[0] == "evaluate"] == [4, 12]
+    assert [one[2] for one in notes.seen if one[0] == "save"] == [2, 12]
+
+
+def test_what_is_no_function_is_refused(given):
+    with pytest.raises(UsageError, match="watch is 5: give a function"):
+        llmq.train(**given, watch=5)
