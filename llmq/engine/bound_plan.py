@@ -59,7 +59,7 @@ class BoundPlan:
     def parameter(self, name: str) -> np.ndarray:
         """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
 
-        One that is held in a form is given as what that stands for. Where states are shared out, all ranks ask for the
+        One that is held in a form is given as the value of that. Where states are shared out, all ranks ask for the
         same parameters in the same order.
         """
         ref = self.plan.held(name)

@@ -132,7 +132,7 @@ class Engine(BoundPlan):
     def update(self, step: int, learning_rate: Rates, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
 
-        Groups of rows may have a rate each, and one whose loss or gradient is not finite stays as it is. `request` is
+        Groups of rows may have a rate each, and one whose loss or gradient is not finite does not change. `request` is
         what this rank wants of all after the step; the result has the largest one.
         """
         cells, agreed = self._cells, self._cells.agreed

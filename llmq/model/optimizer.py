@@ -102,7 +102,7 @@ def _agreed(ops: Any, grads: Any, group: RowGroup) -> Mapping[str, Ref]:
 
 
 def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
-    """What the update of each part of the model reads, as soon as the loss is known: a scale that knows no norm but
+    """What the update of each part of the model reads, as soon as the loss is known: a scale by no norm but
     the last step's."""
     written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
     ops.last_norm_scale(*written, *_before(cells, cells), grad_clip=hyper.grad_clip)

@@ -86,7 +86,7 @@ def _added(sums: Sequence[Sums]) -> Sums:
 
 
 def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
-    """This rank's batch of each so many that there are ranks; where the last ones are too few, one without targets."""
+    """This rank's batch of every `world.size`; where the last ones are too few, one without targets."""
     remaining = iter(batches)
     while turn := list(islice(remaining, world.size)):
         if world.rank < len(turn):

@@ -29,7 +29,7 @@ MERGED = "merged"  # the folder of the merged model, in that of the adapter
 
 
 def exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
-    """The config of the trained and exported model, which knows the ends of the data's texts and its length."""
+    """The config of the trained and exported model, with the ends of the data's texts and its length."""
     config = _with_end_tokens(source, data.end_token_ids())
     if data.seq_len <= config.max_position:
         return config

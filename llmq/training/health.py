@@ -52,7 +52,7 @@ class Course:
 
     @property
     def state(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """As JSON has it."""
         return {"steps": self.steps, "first": list(self.first), "last": list(self.last), "dead": self.dead}
 
     def after(self, loss: float, norm: float) -> Course:

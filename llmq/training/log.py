@@ -108,11 +108,11 @@ class RunLog:
         """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
         return self._every[1] > 0 and (last or step % self._every[1] == 0)
 
-    def options(self, options: Mapping[str, Any], told: Collection[str] = ()) -> None:
-        """[Options]: flat names and values; on a terminal only those that are `told`, unless all are asked for."""
+    def options(self, options: Mapping[str, Any], given: Collection[str] = ()) -> None:
+        """[Options]: flat names and values; on a terminal only those that are `given`, unless all are asked for."""
         shown = options
         if self._screen.stream.isatty() and self._verbosity < DETAILS:
-            shown = {name: value for name, value in options.items() if name in told}
+            shown = {name: value for name, value in options.items() if name in given}
         self._sections["options"] = dict(options)
         self._head("Options" if len(shown) == len(options) else "Options that are not defaults (-v shows all)")
         self._items(shown)
@@ -301,7 +301,7 @@ class RunLog:
         """The run is over: `reason` is finished, interrupted, terminated or failed.
 
         Prints all warnings, those of `warn` once more and `warnings`, which are new. Only the first call counts: a rank
-        that misses another one may notice that itself, and be told by the watchdog.
+        that misses another one may notice that itself, and hear it from the watchdog.
         """
         if self._has_ended:
             return

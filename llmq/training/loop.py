@@ -116,9 +116,8 @@ class Loop:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, self.num_steps)
                 while self.progress.step < self.num_steps and not self._ends():
-                    with (
-                        nullcontext() if self.metrics.speeds else self.ranks.long("its first step")
-                    ):  # compiles kernels
+                    is_first = not self.metrics.speeds  # which compiles kernels
+                    with self.ranks.long("its first step") if is_first else nullcontext():
                         batch = self._step(loader)
                     report(self.progress.step, self.num_steps)
                 batch = batch or loader.next(self._ends)  # a resumed run may have no step left
@@ -127,7 +126,7 @@ class Loop:
             except Exception as error:
                 self._rescue(error)
                 raise
-            self._save()  # first of all: who sent SIGTERM does not wait for long
+            self._save()  # first of all: what sent SIGTERM does not wait for long
             self._settle()
         return batch
 
@@ -169,7 +168,7 @@ class Loop:
             tokens=tokens * self.ranks.size,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=ready.light_s * tokens / seconds,
+            sol=self.ready.light_s * tokens / seconds,  # of another plan where fp8 has just fallen back
             applied=done.applied,
             memory_mib=ready.backend.peak_bytes() / MIB,
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,

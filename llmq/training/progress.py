@@ -94,7 +94,7 @@ class Progress(GroupProgress):
 
     @property
     def stored(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """As JSON has it."""
         return {
             "position": self.position,
             "stream": self.stream,

@@ -41,7 +41,7 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation after `step` updates: `loss` on held-out data, `train_loss` as the run stands."""
+    """One evaluation after `step` updates: `loss` on held-out data, `train_loss` of the steps since the last one."""
 
     step: int
     epoch: float

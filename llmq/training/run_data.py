@@ -77,7 +77,7 @@ class NamedRunData:
     ) -> None:
         self._options, self._members, self._source, self._log, self._earlier = options, members, source, log, earlier
         self._runs = {one.name: one.options for one in members} or {"": options}
-        # What is said of it stands in the log's section on data, but for work that takes place.
+        # Lines on data go below the log's section on it, but those on work that takes place.
         about: dict[str, Any] = {"plan_only": plans_only, "say": log.say, "note": log.about_data}
 
         def task(title: str) -> AbstractContextManager[Report]:
@@ -87,7 +87,7 @@ class NamedRunData:
         self._named = {name: open_named(own.source, source, **about, task=task) for name, own in self._runs.items()}
 
     def open(self, cannot_pack: str | None, size: int, notices: list[str]) -> RunData:
-        """All of it, on so many ranks; `cannot_pack` says why the device cannot run packed rows, if it cannot."""
+        """All of it, on `size` ranks; `cannot_pack` says why the device cannot run packed rows, if it cannot."""
         each = {name: self._open_one(name, cannot_pack, size) for name in self._runs}
         data = SeveralData.of(each) if self._members else each[""]
         if self._earlier.path and "data" not in self._earlier.checkpoints.resets:

@@ -1,7 +1,7 @@
 """How long a run is, and the learning rate of each of its updates: a plain function of the update's number.
 
 With x updates made before this one (x = step - 1, steps counted from 1), S steps in all, W of warmup, D of cooldown,
-and f the final fraction, the rate is peak * r(x). A schedule that began anew at a step counts x and S from there.
+and f the final fraction, the rate is peak * r(x). A schedule that --reset began at a step counts x and S from there.
 
     warmup      x < W        r = min(1, (x + 1) / W): the W-th update is the first at the peak, none is made at rate 0
     course      W <= x       p = (x - W) / (S - W) of the way
@@ -94,7 +94,7 @@ def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per
 
 
 def schedule_over(options: ScheduleOptions, steps: int, start: int = 0) -> Schedule:
-    """The schedule of a run of so many steps, which began at step `start`. UsageError as above."""
+    """The schedule of a run of `steps`, which began at step `start`. UsageError as above."""
     own = max(steps - start, 0)
     problems = list(options.too_short(own)) if own else []
     if problems:
