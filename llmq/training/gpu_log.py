@@ -7,6 +7,7 @@ counting PCIe traffic takes it 40 ms. Nothing waits for the reading but the end 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from llmq.disk import MIB
 from llmq.errors import UsageError
@@ -54,17 +55,7 @@ class GpuWatch(Hook):
         if self._reading is None:
             return None
         found, self._reading = self._reading.stop(), None
-        r = found[0] if found else nvml.Reading()
-        return GpuRecord(
-            step=step,
-            sm_mhz=r.sm_mhz,
-            memory_mhz=r.memory_mhz,
-            watts=r.watts,
-            celsius=r.celsius,
-            throttled=r.throttled,
-            used_mib=None if r.used_bytes is None else r.used_bytes / MIB,
-            pcie_rx_kb_s=r.pcie_rx_kb_s,
-            pcie_tx_kb_s=r.pcie_tx_kb_s,
-            gpu_percent=r.gpu_percent,
-            memory_percent=r.memory_percent,
-        )
+        reading = found[0] if found else nvml.Reading()
+        used = None if reading.used_bytes is None else reading.used_bytes / MIB
+        same = {one.name: getattr(reading, one.name) for one in fields(GpuRecord) if hasattr(reading, one.name)}
+        return GpuRecord(step, used_mib=used, **same)

@@ -16,6 +16,7 @@ from llmq.files.source import ModelSource, Values, initial_parameters, open_para
 from llmq.generation.prompts import Question, read_questions
 from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
+from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.config import ModelConfig
 from llmq.options.commands import continue_command
 from llmq.options.parse import Options, minimal
@@ -94,25 +95,16 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     speed = None if start.is_dry else gemm_speed.measure(start.device)
     backend = _open_backend(options, start)
     fit = _fit(options, facts, trains.data, backend, start)
-    fitted = trains.with_data(fit.resized(trains.data)) if memory.is_to_fit(options.memory) else trains
-    planned = _plan(fit, facts, fitted.data, backend, start)
-    opened = _open_exports(fit.options, fitted, planned.plan, start)
-    results = Results(
-        exports=opened.exports,
-        exports_anyway=exports_anyway(options.export),
-        checkpoints=start.earlier.checkpoints,
-        resume=start.earlier.path,
-        continue_command="" if start.is_dry else continue_command(fit.options, ranks.start),
-        notices=(*options.notices, *start.early, *planned.found.lines, *opened.notices),
-        warnings=tuple(text for text in (opened.warning, speed and speed.warning) if text),
-    )
+    if memory.is_to_fit(options.memory):
+        trains = replace(trains, data=fit.resized(trains.data))
+    planned = _plan(fit, facts, trains.data, backend, start)
     run = Ready(
         device=start.device,
         backend=backend,
         source=start.source,
         values=_first_values(fit.options, planned, start),
         found=planned.found,
-        trains=fitted,
+        trains=trains,
         samples=samples,
         plan=planned.plan,
         replan=planned.replan,
@@ -121,7 +113,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
         options=fit.options.to_flat(),
         fitted=fit.changes,
         can_restart=ranks.can_restart,
-        results=results,
+        results=_results(fit.options, trains, planned, start, speed),
     )
     given = minimal(fit.options)
     run = replace(run, results=_with_advice(run, given))
@@ -246,6 +238,20 @@ def _open_exports(options: Options, trains: RunData, plan: Plan, start: Start) -
     every = [options.adapters, *(member.options.adapters for member in members)]
     of_base = [text for one in every for text in adapters.base_notes(one, source, plan.held_base, start.seed)]
     return replace(opened, notices=(*opened.notices, *of_base))
+
+
+def _results(options: Options, trains: RunData, planned: Planned, start: Start, speed: GemmSpeed | None) -> Results:
+    """Where what the run leaves goes, and what is known so far that the user should know."""
+    opened = _open_exports(options, trains, planned.plan, start)
+    return Results(
+        exports=opened.exports,
+        exports_anyway=exports_anyway(options.export),
+        checkpoints=start.earlier.checkpoints,
+        resume=start.earlier.path,
+        continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
+        notices=(*options.notices, *start.early, *planned.found.lines, *opened.notices),
+        warnings=tuple(text for text in (opened.warning, speed and speed.warning) if text),
+    )
 
 
 def _first_values(options: Options, planned: Planned, start: Start) -> Values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from llmq.adapters import resolve as adapters
@@ -56,10 +56,6 @@ class RunData:
         if not self.members:
             return self.schedule.learning_rate(step)
         return [member.schedule.learning_rate(step) for member in self.members]
-
-    def with_data(self, data: Data) -> RunData:
-        """The same on data in other micro-batches."""
-        return replace(self, data=data)
 
 
 class NamedRunData:
