@@ -186,6 +186,7 @@ class Door:
         on_wrong_token: Callable[[str], None] = lambda address: None,
     ) -> None:
         self._listener, self._token, self._purpose = _listening(host, port), token, purpose
+        self._listener.settimeout(1.0)  # on macOS nothing else wakes accept
         self.port: int = self._listener.getsockname()[1]
         self._limit, self._serve, self._on_wrong_token = NUM_STRANGERS + num_ranks, serve, on_wrong_token
         self._strangers: dict[Channel, None] = {}  # in the order in which they came
@@ -198,7 +199,7 @@ class Door:
         """Lets no more in; those that are in stay."""
         self._is_closed.set()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept on Linux
         self._listener.close()
         self._thread.join()
         with self._turn:

@@ -289,27 +289,6 @@ def wait_for(reports, *ranks):
         time.sleep(0.02)
 
 
-@pytest.mark.sweep
-def test_a_rank_that_stands_still_is_told_with_where_it_was(monkeypatch, tmp_path):
-    beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
-    monkeypatch.chdir(tmp_path)
-    with watched(2, beats, monkeypatch, patience=3.0) as (_, _, reports):
-        wait_for(reports, 0, 1)
-    for [one] in reports:
-        assert (one.rank, one.beat) == (1, beats[1]) and "stands still" in one.why
-    assert "test_a_rank_that_stands_still" in (tmp_path / "nowhere/stacks").read_text()
-
-
-@pytest.mark.sweep
-def test_long_work_and_normal_ends_are_no_loss(monkeypatch):
-    beats = [Beat(5, "reduce layers.3", 9), Beat(5, "", 8)]
-    with watched(2, beats, monkeypatch, patience=3.0) as (watches, _, reports):
-        with watches[1].long("exporting"), watches[1].long("hashing"):
-            time.sleep(4.0)
-        beats[:] = [Beat(6, "", 10)] * 2
-    assert reports == [None, None]
-
-
 def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with watched(2, [Beat(0, "", 0)], monkeypatch, patience=60.0) as (_, members, reports):

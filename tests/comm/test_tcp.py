@@ -1,10 +1,6 @@
 """Processes and threads with sockets between them: what they exchange, and what they say when one is gone."""
 
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
 from contextlib import closing, suppress
 
@@ -182,38 +178,4 @@ def test_a_rank_that_does_not_call_is_named(monkeypatch):
     )
     found = at_once(2, lambda rank: join[rank](rank))
     assert "rank 0 was not called by rank 1 within 0.2 s" in str(found[0])
-    server.close(grace=0)
-
-
-LOOP = """
-    import sys, time, numpy as np
-    from llmq.comm.tcp import TcpWorld
-    from llmq.errors import WorldError
-    port, rank, size = map(int, sys.argv[1:])
-    world = TcpWorld("127.0.0.1", port, rank, size, "the job's token", 20)
-    try:
-        while True:
-            world.gather(rank)
-            print("step", flush=True)
-            time.sleep(0.01)
-    except WorldError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named_by_all_others():
-    server = StoreServer(HOST, 0, 3, TOKEN, 20)
-    command = [sys.executable, "-c", textwrap.dedent(LOOP), str(server.port)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "3"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    assert ranks[1].stdout.readline() == "step\n"
-    ranks[1].send_signal(signal.SIGKILL)
-    for rank in (0, 2):
-        _, error = ranks[rank].communicate(timeout=30)
-        assert (error, ranks[rank].returncode) == ("rank 1 is lost: its process has ended\n", 6)
-    ranks[1].communicate()
     server.close(grace=0)

@@ -54,7 +54,7 @@ def environ(tmp_path, monkeypatch):
 
 @pytest.mark.judge
 @pytest.mark.parametrize("num", [2, 4])
-def test_mpi_trains_as_sockets_do(tmp_path, environ, num):
+def test_mpirun_trains_as_llmq_launch_does(tmp_path, environ, num):
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     by_mpi = [mpirun, "-n", str(num), sys.executable, "-m", "llmq", *arguments(tmp_path, "by_mpi")]
     subprocess.run(by_mpi, env={**environ, **ANYWHERE}, check=True, timeout=200)
