@@ -28,9 +28,8 @@ from llmq.training.facts import Facts
 
 MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train
 NARROW = {"model_dtype": "bf16", "opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
-MATMULS: dict[
-    str, dict[str, Any]
-] = {  # options of llmq-train by name of --dtypes; nothing is measured of the errors of fp8 copies
+# Options of llmq-train by name of --dtypes; nothing is measured of the errors of fp8 copies.
+MATMULS: dict[str, dict[str, Any]] = {
     "fp32": {"model_dtype": "fp32"},
     "bf16": NARROW,
     "e4m3": {**NARROW, "matmul_dtype": "e4m3", "log_fp8_every": 0},

@@ -23,7 +23,6 @@ from llmq.engine.measure import Speed
 from llmq.engine.predict import predicted_rate
 from llmq.errors import DataError, UsageError
 from llmq.hardware import nvml
-from llmq.hardware.device import Device
 from llmq.hardware.nvml import Reading
 from llmq.training.records import to_json
 
@@ -63,7 +62,7 @@ def result_of(
 
     `speed` is that of all GPUs, memory and readings are those of one. Tokens/s are predicted by the planner's model.
     """
-    plan, (median, low, high) = speed.plan, speed.tokens_per_second
+    plan, gpu, (median, low, high) = speed.plan, machine.where.gpu, speed.tokens_per_second
     spec = plan.spec
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
@@ -99,17 +98,11 @@ def result_of(
             "used_bytes": speed.peak_bytes,
             "nvml_bytes": max(nvml_bytes, default=None),
         },
-        "gpu": {**gpu_during(speed.readings), "other_processes": other_processes(machine.where)},
+        "gpu": {**gpu_during(speed.readings), "other_processes": nvml.num_others(gpu.uuid) if gpu else None},
         "micro_batch_ms": found.micro_batch_ms,
         "gaps_ms": found.gaps_ms,
         "ladder": [asdict(rung) for rung in found.rungs],
     }
-
-
-def other_processes(where: Device) -> int | None:
-    """Processes on the GPU beside this one, which has a context there; None where that is not known."""
-    processes = nvml.num_processes(where.gpu.uuid) if where.gpu else None
-    return None if processes is None else max(processes - 1, 0)
 
 
 def gpu_during(readings: Sequence[Reading]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +28,32 @@ RANKS = (
     "exposed in a step",
 )
 LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table, of which the first columns (`texts` of them) are words and the others numbers."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: int = 1
+
+    def put(self, console: Console, *, total: bool = False) -> None:
+        """Prints it without losing anything: folded to a terminal, elsewhere as wide as it is; a line before a
+        `total`."""
+        columns = (Column(title, overflow="fold") for title in self.titles[: self.texts])
+        numbers = (Column(title, justify="right", overflow="fold") for title in self.titles[self.texts :])
+        table = Table(*columns, *numbers)
+        for row in self.rows:
+            table.add_row(*row, end_section=total and row is self.rows[-2])
+        if not console.is_terminal:
+            console.width = WIDEST
+        console.print(table)
+
+    def markdown(self) -> list[str]:
+        """Its lines."""
+        titles, *rows = (f"| {' | '.join(row)} |" for row in (self.titles, *self.rows))
+        return [titles, f"|{'---|' * len(self.titles)}", *rows]
 
 
 def show_machine(console: Console, facts: Mapping[str, Any]) -> None:
@@ -71,17 +98,14 @@ def show(console: Console, result: Result) -> None:
     _say(console, f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
     for line in gpu_lines(result["gpu"]):
         _say(console, f"  {line}")
-    _put(console, _ladder(result))
+    _ladder(result).put(console, total=True)
     if note := beyond(result):
         _say(console, note)
 
 
 def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str]) -> None:
     """Prints one table of all results, and which of the `wanted` names did not fit."""
-    table = Table(*COLUMNS[:3], *(_right(title) for title in COLUMNS[3:]))
-    for result in results:
-        table.add_row(*_cells(result))
-    _put(console, table)
+    Grid(COLUMNS, [_cells(result) for result in results], texts=3).put(console)
     if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
         _say(console, f"Too large for the memory that is free: {', '.join(absent)}")
 
@@ -89,10 +113,7 @@ def show_sizes(console: Console, results: Sequence[Result], wanted: Sequence[str
 def show_ranks(console: Console, results: Sequence[Result]) -> None:
     """Prints one table of what was measured on several GPUs, beside one; nothing if nothing was."""
     if any(result["gpus"] > 1 for result in results):
-        table = Table(RANKS[0], *(_right(title) for title in RANKS[1:]))
-        for result in results:
-            table.add_row(*_rank_cells(result))
-        _put(console, table)
+        Grid(RANKS, [_rank_cells(result) for result in results]).put(console)
 
 
 def beyond(result: Result) -> str:
@@ -129,18 +150,16 @@ def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if line]
 
 
-def _ladder(result: Result) -> Table:
-    table = Table("family", *(_right(title) for title in ("ms of a micro-batch", "share", "roofline ms", "reached")))
-    whole = result["micro_batch_ms"]
+def _ladder(result: Result) -> Grid:
+    rows, whole, gaps = [], result["micro_batch_ms"], result["gaps_ms"]
     for rung in result["ladder"]:
         reached = f"{100 * rung['roofline_ms'] / rung['ms']:.0f}%" if rung["ms"] > 0 else ""
         times = (f"{rung['ms']:.3f}", f"{100 * rung['ms'] / whole:.1f}%", f"{rung['roofline_ms']:.3f}", reached)
-        table.add_row(rung["family"], *times)
-    gaps = result["gaps_ms"]
-    table.add_row(gaps_name(gaps), f"{gaps:.3f}", f"{100 * gaps / whole:.1f}%", "", "", end_section=True)
+        rows.append((rung["family"], *times))
+    rows.append((gaps_name(gaps), f"{gaps:.3f}", f"{100 * gaps / whole:.1f}%", "", ""))
     roofline = sum(rung["roofline_ms"] for rung in result["ladder"])
-    table.add_row("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{100 * roofline / whole:.0f}%")
-    return table
+    rows.append(("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{100 * roofline / whole:.0f}%"))
+    return Grid(("family", "ms of a micro-batch", "share", "roofline ms", "reached"), rows)
 
 
 def gaps_name(ms: float) -> str:
@@ -155,11 +174,11 @@ def show_changes(console: Console, path: str, changes: Sequence[Change], lone: S
         _say(console, f"\n{change.name} against {path}: {old:,.0f} -> {new:,.0f} tokens/s, {change.percent:+.1f}%")
         for name, (before, after) in change.settings.items():
             _say(console, f"  {name}: {_differing(before, after)}")
-        table = Table("family", *(_right(title) for title in ("ms before", "ms now", "change")))
+        rows = []
         for family, (before, after) in change.families.items():
-            shown = "" if not before or after is None else f"{percent(before, after):+.1f}%"
-            table.add_row(family, *("-" if ms is None else f"{ms:.3f}" for ms in (before, after)), shown)
-        _put(console, table)
+            by = "" if not before or after is None else f"{percent(before, after):+.1f}%"
+            rows.append((family, *("-" if ms is None else f"{ms:.3f}" for ms in (before, after)), by))
+        Grid(("family", "ms before", "ms now", "change"), rows).put(console)
     if lone:
         _say(console, f"In one of the two only: {', '.join(lone)}")
 
@@ -174,35 +193,28 @@ def _differing(before: Any, after: Any) -> str:
 def markdown(content: Mapping[str, Any]) -> str:
     """The results as Markdown: the command line and the machine, a table of speeds, a table of ladders."""
     results = content["results"]
-    lines = [
-        f"`{content['command']}` on {machine(content['system'])}. Measured ceilings: {ceilings_line(content)}.",
-        "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
-        *(_markdown_row(result) for result in results),
-        "",
-        "Milliseconds of a micro-batch by family of ops, and in brackets what the measured ceilings would take:",
-        "",
-        f"| family | {' | '.join(name_of(result) for result in results)} |",
-        f"|---|{'---|' * len(results)}",
-    ]
+    head = f"`{content['command']}` on {machine(content['system'])}. Measured ceilings: {ceilings_line(content)}."
+    ranks = []
+    if any(result.get("gpus", 1) > 1 for result in results):
+        ranks = [*Grid(RANKS, [_rank_cells(result) for result in results]).markdown(), ""]
+    speeds = Grid(COLUMNS, [_cells(result) for result in results]).markdown()
+    about = "Milliseconds of a micro-batch by family of ops, and in brackets what the measured ceilings would take:"
+    notes = [f"\n{note}" for result in results if (note := beyond(result))]
+    return "\n".join([head, "", *ranks, *speeds, "", about, "", *_ladders(results).markdown(), *notes])
+
+
+def _ladders(results: Sequence[Result]) -> Grid:
+    """The ladders of several results side by side."""
     rungs = [{rung["family"]: rung for rung in result["ladder"]} for result in results]
+    rows = []
     for family in {name: None for found in rungs for name in found}:
         cells = [f"{r['ms']:.2f} ({r['roofline_ms']:.2f})" if (r := found.get(family)) else "-" for found in rungs]
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    gaps = [f"{result['gaps_ms']:.2f}" for result in results]
-    lines.append(f"| gaps (negative: overlap) | {' | '.join(gaps)} |")
+        rows.append((family, *cells))
+    rows.append(("gaps (negative: overlap)", *(f"{result['gaps_ms']:.2f}" for result in results)))
     sums = [sum(rung["roofline_ms"] for rung in result["ladder"]) for result in results]
-    cells = [f"{result['micro_batch_ms']:.2f} ({ms:.2f})" for result, ms in zip(results, sums, strict=True)]
-    if any(result.get("gpus", 1) > 1 for result in results):
-        ranks = [f"| {' | '.join(_rank_cells(result))} |" for result in results]
-        lines[2:2] = [f"| {' | '.join(RANKS)} |", f"|{'---|' * len(RANKS)}", *ranks, ""]
-    notes = [f"\n{note}" for result in results if (note := beyond(result))]
-    return "\n".join([*lines, f"| micro-batch | {' | '.join(cells)} |", *notes])
-
-
-def _markdown_row(result: Result) -> str:
-    return f"| {' | '.join(_cells(result))} |"
+    whole = (f"{result['micro_batch_ms']:.2f} ({ms:.2f})" for result, ms in zip(results, sums, strict=True))
+    rows.append(("micro-batch", *whole))
+    return Grid(("family", *map(name_of, results)), rows)
 
 
 def _cells(result: Result) -> tuple[str, ...]:
@@ -248,19 +260,6 @@ def _gigabytes(rate: float | None) -> str:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _put(console: Console, table: Table) -> None:
-    """Prints a table that loses nothing: folded to a terminal, elsewhere as wide as it is."""
-    for column in table.columns:
-        column.overflow = "fold"
-    if not console.is_terminal:
-        console.width = WIDEST
-    console.print(table)
-
-
-def _right(title: str) -> Column:
-    return Column(title, justify="right")
 
 
 def _percent(share: float) -> str:

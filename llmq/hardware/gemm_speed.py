@@ -77,8 +77,8 @@ def measure(where: Device) -> GemmSpeed | None:
     found = GemmSpeed(devices.measured_cuda_peak("fp16"), where.card.peaks["bf16"], nvml.read(uuid) or Reading())
     if found.warning is None:
         return found
-    others = max((nvml.num_processes(uuid) or 1) - 1, 0)  # this one has a context by now
-    return GemmSpeed(found.flops, found.peak, _while_working(uuid, found.flops) or found.reading, others)
+    reading = _while_working(uuid, found.flops) or found.reading
+    return GemmSpeed(found.flops, found.peak, reading, nvml.num_others(uuid) or 0)
 
 
 def _while_working(uuid: str, flops: float) -> Reading | None:

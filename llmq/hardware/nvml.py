@@ -79,14 +79,15 @@ def read(uuid: str, *, traffic: bool = False) -> Reading | None:
     )
 
 
-def num_processes(uuid: str) -> int | None:
-    """How many processes have a CUDA context on the GPU, this one with it; None where it is not known.
+def num_others(uuid: str) -> int | None:
+    """How many processes beside this one, which has one itself, have a CUDA context on the GPU; None where that is not
+    known.
 
     Only their number is good everywhere: a container sees the process ids of its host.
     """
     found = _gpu(uuid)
     processes = found[1]("ComputeRunningProcesses") if found else None
-    return None if processes is None else len(processes)
+    return None if processes is None else max(len(processes) - 1, 0)
 
 
 class Background:

@@ -22,10 +22,10 @@ HOT = Reading(
 def gpu(monkeypatch):
     """Sets the rate of a product, what NVML says then and under load, and the processes that it counts."""
 
-    def pretend(rate, reading=None, loaded=None, processes=1):
+    def pretend(rate, reading=None, loaded=None, others=0):
         monkeypatch.setattr(device, "measured_cuda_peak", {"fp16": rate}.get)
         monkeypatch.setattr(nvml, "read", lambda uuid: reading if uuid == "GPU-1" else pytest.fail(uuid))
-        monkeypatch.setattr(nvml, "num_processes", lambda uuid: processes)
+        monkeypatch.setattr(nvml, "num_others", lambda uuid: others)
         monkeypatch.setattr(
             gemm_speed, "_while_working", lambda uuid, flops: loaded if loaded else pytest.fail("not slow")
         )
@@ -42,12 +42,12 @@ def test_a_good_card_has_a_line_and_no_warning(gpu):
 
 
 def test_a_slow_card_is_named_with_what_nvml_says_under_load(gpu):
-    gpu(4e14, Reading(sm_mhz=345), HOT, processes=3)
+    gpu(4e14, Reading(sm_mhz=345), HOT, others=2)
     assert measure(HERE).warning == (
         "This GPU is slow: matrix products run at 400 TFLOP/s, 40% of the card's peak of 989.4 (SM clock 600 of 1980 "
         "MHz; 312 of 700 W; 91 C; slowed down by temperature, power cap; 2 other processes on it)"
     )
-    gpu(4e14, None, Reading(), processes=None)
+    gpu(4e14, None, Reading(), others=None)
     assert measure(HERE).warning.endswith("40% of the card's peak of 989.4 (NVML does not say why)")
 
 

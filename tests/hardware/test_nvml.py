@@ -109,11 +109,11 @@ def test_traffic_over_pcie_is_counted_where_it_is_asked_for(pretend):
 
 def test_processes_are_counted_and_not_named(pretend):
     pretend(FakeNvml())
-    assert nvml.num_processes(UUID) == 2
+    assert nvml.num_others(UUID) == 1, "this process is one of two"
     pretend(FakeNvml(missing=("nvmlDeviceGetComputeRunningProcesses",)))
-    assert nvml.num_processes(UUID) is None
+    assert nvml.num_others(UUID) is None
     pretend(None)
-    assert nvml.num_processes(UUID) is None
+    assert nvml.num_others(UUID) is None
 
 
 def test_a_gpu_is_read_in_the_background_until_it_is_stopped(monkeypatch):
