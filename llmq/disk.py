@@ -51,7 +51,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def takes_files(folder: Path) -> bool:
-    """Whether this user can make files in a folder; its rights do not say that of /proc, where root has all."""
+    """Whether this user can make files in a folder; rights alone do not tell: root has all of them in /proc."""
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return False
     try:
@@ -246,7 +246,7 @@ def storage(
     advice: str = "choose another folder",
     needed: int | None = None,
 ) -> Iterator[None]:
-    """Turns what the operating system says while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
+    """Turns errors of the operating system while writing `path` into "PATH: FAILED (reason)KEPT: ADVICE".
 
     If the disk is full, the reason has the bytes that are `needed`, where that is known, and those free, and the advice
     begins with how to make `room`.
@@ -263,7 +263,7 @@ def storage(
 
 
 def _reason(error: OSError) -> str:
-    """Why something cannot be written. What Linux says where a file is in the way does not name that."""
+    """Why something cannot be written. Where a file is in the way, Linux's message does not name it."""
     there = existing_folder(Path(os.fsdecode(error.filename or ".")))
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and not there.is_dir():
         return f"{there} is not a folder"
@@ -272,7 +272,7 @@ def _reason(error: OSError) -> str:
 
 @contextmanager
 def reading(path: Path, advice: str = "") -> Iterator[None]:
-    """Turns what the operating system says while reading `path` into DataError "PATH: cannot be read (why): ADVICE"."""
+    """Turns errors of the operating system while reading `path` into DataError "PATH: cannot be read (why): ADVICE"."""
     try:
         yield
     except OSError as error:

@@ -22,7 +22,7 @@ PLAIN_S = 10.0  # from one plain line of a task to the next
 
 T = TypeVar("T")
 Report = Callable[[int, int | None], None]  # how much is done, and how much there is, where that is known
-Words = Callable[[int], str]  # what says an amount
+Words = Callable[[int], str]  # formats an amount
 StartTask = Callable[[str], AbstractContextManager[Report]]  # by its title; it ends with the block
 
 
@@ -59,24 +59,24 @@ class Screen:
     ) -> Iterator[Report]:
         """Shows what is reported of a task from `after_s` seconds on; with `only_bar`, on a terminal only.
 
-        `words` say an amount, as `disk.shown` says bytes; without them it is a number.
+        `words` formats an amount, as `disk.shown` formats bytes; without it an amount is a number.
         """
-        say = words or _number
-        began = said = time.monotonic()
+        amount_in_words = words or _number
+        began = printed = time.monotonic()
         bar, first = None, (0.0, 0)
 
         def report(done: int, total: int | None) -> None:
-            nonlocal bar, first, said
+            nonlocal bar, first, printed
             now = time.monotonic()
             if not self.is_terminal:
-                if not only_bar and now - said >= PLAIN_S:
-                    said = now
+                if not only_bar and now - printed >= PLAIN_S:
+                    printed = now
                     self.line(plain_line(title, done, total, words))
             elif bar is not None or now - began >= after_s:
                 bars = self._started()
                 if bar is None:
                     bar, first = bars.add_task(title, amount="", rate=""), (now, done)
-                amount = f"{say(done)}/{'?' if total is None else say(total)}"
+                amount = f"{amount_in_words(done)}/{'?' if total is None else amount_in_words(total)}"
                 rate = _rate(done - first[1], now - first[0], words)
                 bars.update(bar, completed=done, total=total, amount=amount, rate=rate)
                 if now - self._drawn >= DRAW_S:
@@ -155,7 +155,7 @@ def _number(amount: int) -> str:
 
 
 def _rate(done: int, seconds: float, words: Words | None) -> str:
-    """`12.3/s`, or of what takes longer than a second `4.5 s each`; of bytes, as `words` say them, `1.2 GiB/s`."""
+    """`12.3/s`, or of what takes longer than a second `4.5 s each`; of bytes, as `words` formats them, `1.2 GiB/s`."""
     if done <= 0 or seconds <= 0:
         return ""
     if words is not None:

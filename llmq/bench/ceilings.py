@@ -39,7 +39,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where is measured, with what the log says of it, its peak FLOP/s by dtype, and its ceilings."""
+    """The device that is measured, its facts as in the log, its peak FLOP/s by dtype, and its ceilings."""
 
     where: Device
     system: Mapping[str, Any]

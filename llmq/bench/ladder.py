@@ -1,6 +1,6 @@
 """Where a micro-batch's time goes, family by family of ops, and what each would take at the measured ceilings.
 
-The work of a call is what its op's record says of it. Its roofline is the larger of its FLOPs at the rate of the card's
+The work of a call comes from its op's record. Its roofline is the larger of its FLOPs at the rate of the card's
 large matrix product and its bytes at the rate of the card's large copy: a better kernel or another order of calls could
 win the difference.
 """
@@ -90,7 +90,7 @@ def ladder(speed: Speed, ceilings: Ceilings) -> Ladder:
 
 
 def computing_roofline_ms(plan: Plan, tokens_per_step: int, ceilings: Ceilings) -> float:
-    """Least milliseconds of a micro-batch of a rank's steps of so many tokens, without what ranks send each other."""
+    """Least milliseconds of a micro-batch in a rank's steps of `tokens_per_step`, without communication."""
     spec, used, total = plan.spec, different_tokens(plan.spec), 0.0
     for name, times in (("middle", 1.0), ("update", spec.batch_size * spec.seq_len / tokens_per_step)):
         program = plan.programs[name]

@@ -18,9 +18,9 @@ from rich.console import Console
 from llmq.backends import Backend
 from llmq.bench import table
 from llmq.bench.ceilings import Ceilings, look_at
+from llmq.bench.configuration import clock_of, fitting_plan
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
 from llmq.bench.request import configurations, shared
-from llmq.bench.wanted import clock_of, fitting_plan
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import TIMED, Clock, cold_calls
 from llmq.errors import UsageError
@@ -91,7 +91,7 @@ def _print_times(
     calls: Mapping[tuple[str, int], OpCall],
     ceilings: Ceilings,
 ) -> None:
-    """A row for each call as soon as it is timed, and a bar where someone watches: below the rows, or on stderr."""
+    """A row for each call as soon as it is timed, and a bar on a terminal: below the rows, or on stderr."""
     rows = Screen()
     bars = rows if rows.is_terminal else Screen(sys.stderr)
     with bars.task(f"Timing the matrix products of {name}", only_bar=True) as report:

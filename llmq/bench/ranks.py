@@ -14,9 +14,9 @@ from typing import Any
 
 from llmq.bench.ceilings import Machine
 from llmq.bench.communication import EchoWorld, layer_rates
+from llmq.bench.configuration import DEFAULTS, Configuration, clock_of, fitting_plan, measured_alone, timed
 from llmq.bench.ladder import COMPUTING, Ladder, Rung, computing_roofline_ms
 from llmq.bench.results import result_of
-from llmq.bench.wanted import DEFAULTS, Wanted, clock_of, fitting_plan, measured_alone, timed
 from llmq.comm.world import World
 from llmq.engine.measure import BATCHES, Speed, zipf_batch
 from llmq.errors import MemoryLimitError
@@ -28,7 +28,7 @@ ALONE = -1  # the plan of a GPU that shares nothing, among those by level
 
 
 def by_ranks(
-    request: BenchOptions, wanted: Sequence[Wanted], machine: Machine, world: World
+    request: BenchOptions, wanted: Sequence[Configuration], machine: Machine, world: World
 ) -> Iterator[dict[str, Any]]:
     """The results of each configuration; those of one GPU on the first rank alone.
 
@@ -52,7 +52,7 @@ def by_ranks(
 
 def _at_level(
     request: BenchOptions,
-    one: Wanted,
+    one: Configuration,
     plan: Plan,
     level: int,
     machine: Machine,
@@ -90,7 +90,7 @@ def _at_level(
 
 def _steps(
     request: BenchOptions,
-    one: Wanted,
+    one: Configuration,
     plan: Plan,
     machine: Machine,
     world: World,
@@ -122,7 +122,7 @@ def _steps(
     return replace(speed, seconds=slowest), rates
 
 
-def _agreed_plans(request: BenchOptions, one: Wanted, world: World) -> dict[int, Plan]:
+def _agreed_plans(request: BenchOptions, one: Configuration, world: World) -> dict[int, Plan]:
     """Plans by level, all with the batch that fits every rank at every level, and one GPU if the model does."""
     levels = (ALONE, *request.zero_levels)
     if one.batch_size is None:
@@ -141,7 +141,7 @@ def _agreed_plans(request: BenchOptions, one: Wanted, world: World) -> dict[int,
     return found
 
 
-def _fitting(request: BenchOptions, one: Wanted, level: int, world: World) -> tuple[Plan | None, str | None]:
+def _fitting(request: BenchOptions, one: Configuration, level: int, world: World) -> tuple[Plan | None, str | None]:
     """The plan of this rank at a level, or why there is none."""
     shared = one if level == ALONE else one.on_ranks(world.rank, world.size, level)
     try:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.adapters import resolve as adapters
+from llmq.bench.configuration import DEFAULTS, Configuration
 from llmq.bench.results import load, require_common
-from llmq.bench.wanted import DEFAULTS, Wanted
 from llmq.disk import takes_files
 from llmq.errors import LlmqError, StorageError
 from llmq.hardware import device
@@ -36,7 +36,7 @@ MATMULS: dict[str, dict[str, Any]] = {
 }
 OF_FP8 = ("gradient_dtype", "fp8_scaling", "head_dtype", "bf16_layers", "fp8_layers")
 OF_DEVICE = ("device", "memory_limit", "host_memory_limit", "deterministic", "memcpy_all_gather")
-GENERATED = {"from_scratch": True, "train_file": "generated"}  # what stands for data and weights
+GENERATED = {"from_scratch": True, "train_file": "generated"}  # in place of data and weights
 DEFAULT_LEVEL = 1  # of several GPUs
 
 
@@ -47,7 +47,7 @@ def shared(training: Mapping[str, Any]) -> Options:
 
 def check(
     request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
-) -> tuple[list[Wanted], dict[str, Any] | None]:
+) -> tuple[list[Configuration], dict[str, Any] | None]:
     """What is measured, and what it is compared with; all is refused that can be before the first measurement."""
     wanted = configurations(request, training, where, num_ranks)
     old = load(Path(request.compare)) if request.compare else None
@@ -60,7 +60,7 @@ def check(
 
 def configurations(
     request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
-) -> list[Wanted]:
+) -> list[Configuration]:
     """Every model in every dtype, checked. UsageError with all problems at once."""
     problems, configs = [], {}
     for name in request.models or DEFAULTS[where.kind].models:
@@ -87,7 +87,7 @@ def configurations(
 
 
 def _odd_options(request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int) -> Iterator[str]:
-    """Messages on options that do not go together, or not with so many ranks."""
+    """Messages on options that do not go together, or not with `num_ranks`."""
     sized = bool(request.batch_size or request.batch_sizes)
     fits = training.get("fit")
     if unknown := [name for name in request.recompute if f"recompute_{name}" not in ROLES]:
@@ -129,16 +129,16 @@ def _odd_tokens(request: BenchOptions, where: Device, num_ranks: int) -> Iterato
 def _odd_adapters(request: BenchOptions, training: Mapping[str, Any]) -> Iterator[str]:
     """Messages on --adapters-at-once."""
     for count in (count for count in request.adapters_at_once if count > 1):
-        said = f"--adapters-at-once {count}"
+        flag = f"--adapters-at-once {count}"
         if not str(training.get("lora_rank")).isdecimal():
-            yield f"{said} is for adapters of one rank: add --lora-rank N"
+            yield f"{flag} is for adapters of one rank: add --lora-rank N"
         if training.get("dora"):
-            yield f"{said} trains A and B alone: leave --dora out"
+            yield f"{flag} trains A and B alone: leave --dora out"
         if training.get("fit"):
-            yield f"{said} shares out the rows of a micro-batch, whose size --fit chooses: leave one of them out"
+            yield f"{flag} shares out the rows of a micro-batch, whose size --fit chooses: leave one of them out"
         for size in (size for size in request.batch_sizes or (request.batch_size,) if size and size % count):
             near = max(1, size // count) * count
-            yield f"{said} shares out the rows of a micro-batch, and --batch-size {size} is no multiple: use {near}"
+            yield f"{flag} shares out the rows of a micro-batch, and --batch-size {size} is no multiple: use {near}"
 
 
 def seq_len_of(request: BenchOptions, where: Device) -> int:
@@ -155,7 +155,7 @@ def _wanted(
     where: Device,
     *,
     with_fp8: bool,
-) -> Wanted:
+) -> Configuration:
     """A configuration. Options of fp8 apply to e4m3 only, if that is among the dtypes."""
     left_out = OF_FP8 if with_fp8 and dtype != "e4m3" else ()
     own = MATMULS[dtype]
@@ -169,7 +169,7 @@ def _wanted(
         **own,
         **{key: value for key, value in training.items() if key not in left_out},
     }
-    one = Wanted(model, dtype, Facts(config, where), flat, frozenset(training))
+    one = Configuration(model, dtype, Facts(config, where), flat, frozenset(training))
     adapters.resolve(one.options().adapters, config)  # for its errors, before anything is measured
     dtypes = one.precision
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling, option="--dtypes")

@@ -19,10 +19,10 @@ from rich.console import Console
 
 from llmq.bench import table
 from llmq.bench.ceilings import Machine, look_at
+from llmq.bench.configuration import DEFAULTS, Configuration, fitting_plan, measured_alone
 from llmq.bench.ranks import by_ranks
 from llmq.bench.request import DEFAULT_LEVEL, check, shared
 from llmq.bench.results import Change, compare, document, save
-from llmq.bench.wanted import DEFAULTS, Wanted, fitting_plan, measured_alone
 from llmq.comm.environment import gpu_index, recognised
 from llmq.comm.join import copied_in_words, join_world
 from llmq.comm.world import ALONE, World
@@ -102,7 +102,7 @@ def _exit_code(console: Console, changes: Sequence[Change], tolerance: float | N
     return 1 if slower else 0
 
 
-def measured(request: BenchOptions, wanted: Sequence[Wanted], machine: Machine) -> Iterator[dict[str, Any]]:
+def measured(request: BenchOptions, wanted: Sequence[Configuration], machine: Machine) -> Iterator[dict[str, Any]]:
     """The result of each configuration; without --models, of those that fit and can be measured in time."""
     defaults, began, done = DEFAULTS[machine.where.kind], time.perf_counter(), 0
     share = defaults.share

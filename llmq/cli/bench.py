@@ -89,7 +89,7 @@ def command(context: click.Context, **given: Any) -> int:
     of this device, memory, clock and power, and the milliseconds of a micro-batch by family of ops, each beside its
     roofline. On one GPU, without --models, it takes less than three minutes. With --gpus it prints scaling, the
     bandwidth of a layer's collectives, and what of communication shows. With --fit it measures the plan that
-    llmq-train --fit takes for steps of so many tokens.
+    llmq-train --fit takes for steps of --tokens-per-step.
     """
     if context.invoked_subcommand:
         _refuse_options_before(context)

@@ -37,9 +37,9 @@ def _options() -> list[click.Parameter]:
 def _estimate(*, longest: bool, **given: Any) -> None:
     from llmq.training.estimate import estimate
 
-    told = {key: value for key, value in given.items() if value is not None}
-    without_card = [] if "gpu" in told else [f"--gpu is needed: {descriptions()['gpu'].help}"]
-    options = Options.parse({**told, "train_file": "none", "from_scratch": True, "dry_run": True}, without_card)
+    typed = {key: value for key, value in given.items() if value is not None}
+    without_card = [] if "gpu" in typed else [f"--gpu is needed: {descriptions()['gpu'].help}"]
+    options = Options.parse({**typed, "train_file": "none", "from_scratch": True, "dry_run": True}, without_card)
     for line in estimate(options, longest=longest, start_task=Screen(sys.stderr).task):
         click.echo(line)
 

@@ -15,14 +15,14 @@ import click
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, StorageError, UsageError
 
 BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): an error message has no reader
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what writing to a full disk says
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writing to a full disk
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
     "token_normalize_func": lambda name: name.replace("_", "-"),  # --batch_size is --batch-size
 }
 BASE_DTYPE = click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"])  # of --base-dtype
-# Told as installed, without importing them; what a run has loaded stands in its [System] section.
+# Versions as installed, without importing them; what a run has loaded is in its [System] section.
 LIBRARIES = (
     *("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic", "click", "rich"),
     *(

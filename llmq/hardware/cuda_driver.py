@@ -1,7 +1,7 @@
 """The NVIDIA driver, asked through ctypes: its version, the GPUs that CUDA may use, why there are none, free memory.
 
 Needs nothing installed but the driver itself, so that it answers before any CUDA package is there. The driver's own
-library knows what NVML does not: CUDA_VISIBLE_DEVICES, WSL2, and packages for forward compatibility.
+library respects what NVML does not: CUDA_VISIBLE_DEVICES, WSL2, and packages for forward compatibility.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def memory_bytes(gpu: Gpu) -> tuple[int, int]:
 
 
 def pci_address(index: int) -> str:
-    """Where a GPU is on the PCI bus, as sysfs names it (0000:18:00.0); empty where the driver does not tell."""
+    """Where a GPU is on the PCI bus, as sysfs names it (0000:18:00.0); empty where the driver has none."""
     library, device, text = load(), ctypes.c_int(), ctypes.create_string_buffer(32)
     _check(library, library.cuDeviceGet(ctypes.byref(device), index))
     return "" if library.cuDeviceGetPCIBusId(text, len(text), device) else text.value.decode("ascii").lower()

@@ -97,7 +97,7 @@ def pick_device(options: SystemOptions) -> Device:
 def gpu_addresses(gpus: int) -> list[str]:
     """PCI addresses of the first `gpus` GPUs that CUDA sees, or of all with 0. UsageError if they are not there.
 
-    An address is empty where the driver does not tell it.
+    An address is empty where the driver has none.
     """
     problem, driver = cuda_backend_problem(), cuda_driver.read()
     there = len(driver.gpus) if driver and problem is None else 0
@@ -262,7 +262,7 @@ def _gpu_name(device: Device) -> str:
 
 
 def _cuda_facts(device: Device) -> dict[str, Any]:
-    """What the log says of a GPU beside its name and memory: only what is known."""
+    """What the log has of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
     facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability)}
@@ -317,7 +317,7 @@ def host_bytes(options: SystemOptions, device: Device) -> int | None:
     """Bytes of host memory that a process may keep: what is free, or the limit, which is all that is known where a card
     is planned for; of several processes of a run on one machine, an equal part of it.
 
-    Of a machine whose memory grows as it is used, the limit says what it may grow to.
+    Of a machine whose memory grows as it is used, the limit is what it may grow to.
     """
     limit = size_bytes(options.host_memory_limit) if options.host_memory_limit else None
     free = None if device.planned or (limit and may_grow()) else host_memory_bytes()[1]
@@ -359,7 +359,7 @@ def peaks(device: Device = CPU) -> dict[str, float]:
 def measured_cuda_peak(dtype: str) -> float:
     """FLOP/s of cuBLAS's matrix product on the current GPU, the best of ten, 4096 on a side; measured once per process.
 
-    fp16 stands for bf16, which CuPy does not multiply: both sum in f32, at one rate on every tensor core.
+    fp16 takes the place of bf16, which CuPy does not multiply: both sum in f32, at one rate on every tensor core.
     """
     import cupy
 

@@ -82,7 +82,7 @@ def measure(where: Device) -> GemmSpeed | None:
 
 
 def _while_working(uuid: str, flops: float) -> Reading | None:
-    """What NVML says while products are running."""
+    """NVML's reading while products are running."""
     import cupy
 
     a = cupy.ones((LOAD_SIZE, LOAD_SIZE), cupy.float16)

@@ -50,9 +50,9 @@ CGROUPS = (
 def host_memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of host memory that this process may use, with the limits of its containers.
 
-    Where the system does not say what is free, all of it is. What a container holds of files that it has read is free:
-    the kernel takes it back before it ends a process. A machine that grows has what its containers may have. `root` is
-    where proc and sys are mounted.
+    Where the system does not report what is free, all of it counts as free. What a container holds of files that it has
+    read is free: the kernel takes it back before it ends a process. A machine that grows has what its containers may
+    have. `root` is where proc and sys are mounted.
     """
     total, free = _machine_bytes(root)
     limits = list(_limits(root))
@@ -87,7 +87,7 @@ def numa_node(address: str, root: Path = Path("/")) -> int | None:
 
 
 def reserved(num_bytes: int) -> np.ndarray:
-    """Addresses of so many bytes, whose pages come into being when they are written: huge ones, where there are any.
+    """Addresses of `num_bytes`, whose pages come into being when they are written: huge ones, where there are any.
 
     MemoryError where the system does not give them out. The addresses are free again when all views of them are gone.
     """
@@ -120,7 +120,7 @@ def bind(block: np.ndarray, node: int) -> bool:
 def write_pages(blocks: Sequence[np.ndarray], root: Path = Path("/")) -> None:
     """Brings all pages of new blocks into being, in several threads.
 
-    RefusedMemoryError if the machine has not so much memory, said before the kernel would end the process.
+    RefusedMemoryError if the machine has less memory, before the kernel would end the process.
     """
     total, grows = sum(block.nbytes for block in blocks), may_grow(root)
     free = host_memory_bytes(root)[1]
@@ -155,7 +155,7 @@ class _Room:
 
     @contextmanager
     def taken(self, num_bytes: int) -> Iterator[None]:
-        """Waits for so much room, and keeps it; RefusedMemoryError if no more comes free for a while."""
+        """Waits for this much room, and keeps it; RefusedMemoryError if no more comes free for a while."""
         most, since = 0, time.monotonic()
         while True:
             with self._lock:
@@ -209,7 +209,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _own_group(root: Path, hierarchy: str) -> str:
-    """The path of this process in a hierarchy of cgroups; empty where it is not told."""
+    """The path of this process in a hierarchy of cgroups; empty where the kernel does not list it."""
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8", errors="replace").splitlines()
     except OSError:

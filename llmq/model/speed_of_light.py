@@ -32,7 +32,7 @@ def seconds_per_token(
 ) -> float:
     """Least seconds of training for one token. `peaks` are the device's dense FLOP/s by dtype, with one for bf16.
 
-    `dtype` says what the linear map of a name multiplies in. A token passes `added` weights beside
+    `dtype` gives what the linear map of a name multiplies in. A token passes `added` weights beside
     the model's; a row that `is_frozen` has no gradient.
     """
     attention = config.num_layers * config.num_heads * config.head_dim * seq_len

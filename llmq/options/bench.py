@@ -58,7 +58,7 @@ class BenchOptions(Section):
     )
     adapters_at_once: Sizes = option(
         (),
-        "With --lora-rank: train so many equal adapters at once, which share the rows of a micro-batch; 1,8 measures "
+        "With --lora-rank: train N equal adapters at once, which share the rows of a micro-batch; 1,8 measures "
         "one alone, then eight.",
         metavar="N,N,...",
         shown="1",

@@ -171,7 +171,7 @@ def read_runs(runs: Iterable[Path]) -> list[Log]:
 
 
 def labels(logs: Sequence[Log]) -> list[str]:
-    """The names of the runs, as they can be printed; where two are the same, their places, which tell them apart."""
+    """The names of the runs, as they can be printed; where two are the same, their places, which differ."""
     names = [log.name for log in logs]
     if len(set(names)) < len(names):
         names = [str(log.path.parent if log.path.stem == "log" else log.path) for log in logs]
@@ -179,7 +179,7 @@ def labels(logs: Sequence[Log]) -> list[str]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """One record, checked; ValueError says what is wrong."""
+    """One record, checked; ValueError with what is wrong."""
     record = json.loads(line, parse_constant=_refuse)
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         raise ValueError("not a JSON object with a type")

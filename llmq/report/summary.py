@@ -1,6 +1,6 @@
 """Runs in numbers: means over the last steps of each, and how far they are from those of the first run.
 
-One step's loss says little: it is that of one batch. Runs on the same data and seed see the same batches, so the noise
+One step's loss means little: it is that of one batch. Runs on the same data and seed see the same batches, so the noise
 of these is in all of their means alike.
 """
 

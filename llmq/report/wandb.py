@@ -74,7 +74,7 @@ def export_wandb(
             f"the export needs wandb, which is not installed here ({error}): install llmq with its extra [wandb], or "
             '`pip install "wandb>=0.19"`'
         ) from error
-    # Only what the log says: not this machine's load, console or git state.
+    # Only what is in the log: not this machine's load, console or git state.
     settings = wandb.Settings(
         console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
     )

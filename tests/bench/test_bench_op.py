@@ -98,7 +98,7 @@ def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
     """The GPU's way through the command, with the host in the place of the GPU."""
     fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
     clocks = []
-    monkeypatch.setattr("llmq.bench.wanted.CudaClock", lambda: clocks.append(Clock()) or clocks[0])
+    monkeypatch.setattr("llmq.bench.configuration.CudaClock", lambda: clocks.append(Clock()) or clocks[0])
     monkeypatch.setattr(
         "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
     )

@@ -10,8 +10,8 @@ from fake_cuda import RTX_4090, FakeDriver
 from tiny_engines import tiny
 
 from llmq.backends.host import HostBackend
+from llmq.bench import configuration
 from llmq.bench import run as bench_run
-from llmq.bench import wanted as bench_wanted
 from llmq.bench.ceilings import Ceilings, Machine
 from llmq.bench.request import configurations
 from llmq.bench.run import measured, tokens_in_time
@@ -277,7 +277,7 @@ def card(monkeypatch):
     def pretend(share=0.5, batch_size=32):
         seen, now = [], [0.0]
         monkeypatch.setattr(device, "memory_bytes", lambda where: (2**37, 2**37))
-        monkeypatch.setattr(bench_wanted, "open_backend", lambda kind, **settings: None)
+        monkeypatch.setattr(configuration, "open_backend", lambda kind, **settings: None)
         monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
 
         def plan(request, one, backend):
@@ -365,12 +365,12 @@ def memory(monkeypatch, tmp_path):
             config = tiny(num_layers=1, hidden_size=hidden, head_dim=16)
             (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
         monkeypatch.setitem(bench_run.DEFAULTS, "cuda", replace(bench_run.DEFAULTS["cuda"], models=tuple(names)))
-        real, seen = bench_wanted.open_backend, []
+        real, seen = configuration.open_backend, []
 
         def open_backend(kind, **settings):
             return real("planned" if kind == "cuda" else kind, **settings)
 
-        monkeypatch.setattr(bench_wanted, "open_backend", open_backend)
+        monkeypatch.setattr(configuration, "open_backend", open_backend)
         monkeypatch.setattr(device, "memory_bytes", lambda where: (free, free))
         monkeypatch.setattr(
             bench_run, "measured_alone", lambda request, one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
@@ -411,13 +411,13 @@ def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named
 def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memory, monkeypatch):
     """The one that plans and the one that runs."""
     memory(2**40)
-    opened, real = [], bench_wanted.open_backend
+    opened, real = [], configuration.open_backend
 
     def opening(kind, **settings):
         opened.append((kind, settings["deterministic"]))
         return real(kind, **settings)
 
-    monkeypatch.setattr(bench_wanted, "open_backend", opening)
+    monkeypatch.setattr(configuration, "open_backend", opening)
     choose(GPU_4090, BenchOptions(dtypes=("bf16",)), deterministic=strict)
     assert opened == 2 * [("cuda", strict), ("planned", strict)]
 
@@ -469,7 +469,7 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     reading = nvml.Reading(sm_mhz=2520, watts=401.5, celsius=60, throttled=("power cap",), used_bytes=2**30)
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: reading)
     monkeypatch.setattr(nvml, "num_others", lambda uuid: 2)
-    monkeypatch.setattr(bench_wanted, "CudaClock", bench_wanted.Clock)
+    monkeypatch.setattr(configuration, "CudaClock", configuration.Clock)
     monkeypatch.setattr(
         "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
     )

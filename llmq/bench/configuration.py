@@ -55,7 +55,7 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Configuration:
     """A model's shape on a device, and the options of llmq-train that it is planned with; some of them were `given`."""
 
     model: str
@@ -103,8 +103,8 @@ class Wanted:
             method = alike(method, self.at_once, spec.batch_size)
         return replace(spec, hyper=replace(spec.hyper, clips_by_last=spec.memory.fused), adapters=method)
 
-    def on_ranks(self, rank: int, size: int, level: int) -> Wanted:
-        """The same on one of several ranks, which share out what this level says."""
+    def on_ranks(self, rank: int, size: int, level: int) -> Configuration:
+        """The same on one of several ranks, which share what this level shares."""
         return replace(self, facts=replace(self.facts, rank=rank, size=size), flat={**self.flat, "zero_level": level})
 
     def open_backend(self, kind: str | None = None, world: World = ALONE) -> Backend:
@@ -112,7 +112,7 @@ class Wanted:
         return open_backend(kind or self.facts.where.kind, world=world, **self._settings)
 
 
-def fitting_plan(request: BenchOptions, one: Wanted, backend: Backend) -> Plan:
+def fitting_plan(request: BenchOptions, one: Configuration, backend: Backend) -> Plan:
     """The plan with the batch that was asked for, or the largest that fits, or the one that --fit takes.
     MemoryLimitError if none fits.
 
@@ -138,8 +138,8 @@ def fitting_plan(request: BenchOptions, one: Wanted, backend: Backend) -> Plan:
     return plan
 
 
-def _chosen_plan(one: Wanted, backend: Backend, tokens: int) -> Plan:
-    """The plan that --fit takes for steps of so many tokens; the settings are shown on stderr."""
+def _chosen_plan(one: Configuration, backend: Backend, tokens: int) -> Plan:
+    """The plan that --fit takes for steps of `tokens`; the settings are shown on stderr."""
     samples = max(tokens // one.flat["seq_len"], 1)
     scratch = (one.open_backend("planned").scratch_bytes, backend.scratch_bytes)
     screen = Screen(sys.stderr)
@@ -152,7 +152,7 @@ def _chosen_plan(one: Wanted, backend: Backend, tokens: int) -> Plan:
     return found.plan
 
 
-def _plan(one: Wanted, batch_size: int, backend: Backend) -> Plan:
+def _plan(one: Configuration, batch_size: int, backend: Backend) -> Plan:
     return make_plan(one.spec(one.options(batch_size)), backend.scratch_bytes)
 
 
@@ -174,7 +174,7 @@ def timed(
     batches: Sequence[Batch] | None = None,
     **settings: Any,
 ) -> Speed:
-    """Steps of so many tokens of this rank, the bars of which the first rank shows; `settings` of `measure_plan`."""
+    """Times steps of `tokens` on this rank; the first rank shows bars. `settings` are those of `measure_plan`."""
     screen = Screen(sys.stderr)
 
     def task(what: str) -> AbstractContextManager[Report]:
@@ -201,14 +201,14 @@ def timed(
 
 def measured_alone(
     request: BenchOptions,
-    one: Wanted,
+    one: Configuration,
     plan: Plan,
     machine: Machine,
     tokens: int,
     backend: Backend | None = None,
     limit_s: float = math.inf,
 ) -> dict[str, Any]:
-    """The result of one GPU, or of the CPU, in steps of so many tokens."""
+    """The result of one GPU, or of the CPU, in steps of `tokens`."""
     speed = timed(
         *(request, plan, backend or one.open_backend(), machine.where, tokens, one.name),
         single_ops=request.single_ops,
