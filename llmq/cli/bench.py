@@ -12,7 +12,7 @@ from llmq.cli import shell
 from llmq.cli.train import option_elsewhere
 from llmq.errors import UsageError
 from llmq.options.bench import OF_RUNS, BenchOptions
-from llmq.options.field import build, describe, flag, refuse
+from llmq.options.field import build, describe, refuse
 from llmq.options.parse import descriptions
 
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
@@ -45,16 +45,12 @@ class Bench(click.Group):
 def _own(*, of_runs: bool) -> list[click.Parameter]:
     """Options of the bench itself: those of single ops, too, or those of runs alone."""
     chosen = [d for d in OWN.values() if (d.key in OF_RUNS) == of_runs]
-    return [option_elsewhere(d, d.help + (f" [default: {d.shown}]" if d.shown else "")) for d in chosen]
+    return [option_elsewhere(d, about=d.help + (f" [default: {d.shown}]" if d.shown else "")) for d in chosen]
 
 
 def _as_in_training(*keys: str) -> list[click.Parameter]:
     """Options of llmq-train, with their other names."""
-    options: list[click.Parameter] = []
-    for d in map(descriptions().__getitem__, keys):
-        options.append(option_elsewhere(d))
-        options[-1].opts += map(flag, d.aliases)
-    return options
+    return [option_elsewhere(d, *d.aliases) for d in map(descriptions().__getitem__, keys)]
 
 
 def _asked(given: dict[str, Any]) -> tuple[BenchOptions, dict[str, Any]]:

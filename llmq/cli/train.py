@@ -111,9 +111,9 @@ def click_option(d: Description, *aliases: str) -> click.Option:
     return click.Option([*spelled, d.key], default=None, **kinds[d.kind])
 
 
-def option_elsewhere(d: Description, about: str = "") -> click.Option:
-    """An option of another command, by its own name, with the help `about`; empty: that of llmq-train."""
-    option = click_option(d)
+def option_elsewhere(d: Description, *aliases: str, about: str = "") -> click.Option:
+    """An option of another command, with the help `about`; empty: that of llmq-train."""
+    option = click_option(d, *aliases)
     option.metavar, option.help = d.metavar, about or f"As in llmq-train: {d.help}"
     return option
 
