@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_engines import (
     BF16,
-    EVERY,
     EVERY_FP8,
     FP8,
     FP32,
@@ -23,7 +22,7 @@ from tiny_engines import (
     tiny,
 )  # fmt: skip
 
-from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.ia3 import scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.targets import chosen, targets, trained_in_full, without_head
 from llmq.backends.host import HostBackend
@@ -87,35 +86,6 @@ def summed_loss(engine, one):
     return result.loss * result.num_tokens
 
 
-@pytest.mark.parametrize(
-    ("about", "config"),
-    [
-        ({}, tiny()),
-        pytest.param({"text": "q_proj,v_proj,up_proj", "rslora": True}, tiny(), marks=pytest.mark.slow),
-        ({"text": "all,lm_head", "dropout": 0.3, "bias": "all"}, tiny()),
-        ({"text": "lm_head,k_proj", "dropout": 0.1}, UNTIED),
-        ({"text": "attention", "ranks": {"q_proj": 2, "layers.1.*": 5}, "also": "embed_tokens,down_proj"}, tiny()),
-    ],
-    ids=["all", "some", "dropout", "head", "full"],
-)
-def test_gradients_are_those_of_finite_differences(about, config):
-    engine = engine_of(plan_of(FP64, Memory(head_chunks=2), config, adapters=adapters(**{"config": config, **about})))
-    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    rng, step = np.random.default_rng(0), 1e-5
-
-    def loss(name, change):
-        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
-        return summed_loss(engine, placed())
-
-    loss("", 0)
-    trained = [row.name for row in engine.plan.rows if row.trainable and row.layer != 0]
-    found = {name: engine.gradient(name) for name in trained}
-    for name, gradient in found.items():
-        direction = rng.standard_normal(gradient.shape)
-        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
-        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
-
-
 @pytest.mark.parametrize("rslora", [False, True])
 def test_it_computes_what_the_merged_weights_do(rslora):
     chosen_adapters = adapters("q_proj,v_proj,mlp,lm_head", UNTIED, rslora=rslora)
@@ -135,47 +105,6 @@ def test_it_computes_what_the_merged_weights_do(rslora):
     np.testing.assert_allclose(next_logits(engine, np.arange(7)), next_logits(plain, np.arange(7)), rtol=1e-9)
 
 
-@EVERY_FP8
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
-def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, dropout):
-    about = {"adapters": adapters(dropout=dropout)}
-    plan = plan_of(precision, **about)
-    frozen = {row.name for row in plan.rows if not row.trainable}
-    assert frozen == {row.name for row in plan_of(precision).rows}
-    for space in ("grad", "master", "m", "v"):
-        assert not [name for name, ref in plan.persistent.items() if ref.space == space and ref.name in frozen]
-    written = {out.ref.name for call in plan.programs["only"].calls for out in call.outputs if out is not None}
-    assert not frozen & written
-    engine = warm(plan)
-    before = {name: engine.parameter(name) for name in frozen}
-    losses = steps(engine, 3)
-    assert all(np.array_equal(engine.parameter(name), value) for name, value in before.items())
-    for flags in (("recompute_block",), ("recompute_ffn", "recompute_norm", "recompute_qkv")):
-        other = warm(plan_of(precision, Memory(flags), **about))
-        assert steps(other, 3) == losses and bits(other) == bits(engine)
-    for _ in range(6):
-        engine.micro_step(placed())
-        last = engine.update(9, 1e-2).loss
-    assert last < losses[0]
-
-
-@EVERY_FP8
-def test_recomputing_magnitudes_changes_no_bit_and_nothing_of_the_base_is_written(precision):
-    about = {"adapters": adapters("q_proj,v_proj,mlp", dora=True, dropout=0.2, bias="all")}
-    engine = warm(plan_of(precision, **about))
-    losses = steps(engine, 3)
-    frozen = {row.name for row in engine.plan.rows if not row.trainable}
-    assert frozen == {row.name for row in plan_of(precision).rows if not row.name.endswith("bias")}
-    for flags in (("recompute_block",), ("recompute_ffn", "recompute_norm", "recompute_qkv")):
-        other = warm(plan_of(precision, Memory(flags), **about))
-        assert steps(other, 3) == losses and bits(other) == bits(engine)
-    magnitudes = [row for row in engine.plan.rows if ".lora_m." in row.name]
-    assert len(magnitudes) == 10 and all(row.trainable and not row.decay for row in magnitudes)
-    assert {
-        engine.plan.persistent[key].dtype for key in engine.plan.persistent if "lora_m" in key and "weight" in key
-    } <= {precision.stat}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "current"]], ids=["bf16", "fp8"])
 def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precision):
@@ -188,43 +117,6 @@ def test_magnitudes_of_a_quantized_base_are_those_of_what_it_stands_for(precisio
         held, plain = warm(engine.plan), warm(plan_of(precision, adapters=adapters(**about)))
         plain.load([(row, held.parameter(row.name)) for row in plain.plan.rows])
         assert steps(plain) == losses
-
-
-@EVERY
-def test_gains_are_trained_alone_and_recomputing_changes_no_bit(precision):
-    gains = Gains(scaled(chosen("k_proj,v_proj,down_proj", tiny())))
-    engine = warm(plan_of(precision, adapters=gains))
-    losses = steps(engine, 3)
-    trained = [row for row in engine.plan.rows if row.trainable]
-    assert {row.name.partition("layers.1.")[2] for row in trained} == {
-        *("", "attention.qkv.ia3.k_proj", "attention.qkv.ia3.v_proj", "mlp.down.ia3")
-    }
-    assert not any(row.decay for row in trained)
-    for flags in (("recompute_block",), ("recompute_ffn", "recompute_qkv")):
-        other = warm(plan_of(precision, Memory(flags), adapters=gains))
-        assert steps(other, 3) == losses and bits(other) == bits(engine)
-
-
-def test_gains_have_the_gradients_of_finite_differences():
-    gains = Gains(scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())))
-    engine = engine_of(plan_of(FP64, adapters=gains))
-    values, rng, step = (
-        {row.name: engine.parameter(row.name) for row in engine.plan.rows},
-        np.random.default_rng(0),
-        1e-5,
-    )
-
-    def loss(name, change):
-        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
-        return summed_loss(engine, placed())
-
-    loss("", 0)
-    found = {row.name: engine.gradient(row.name) for row in engine.plan.rows if row.trainable}
-    assert len(found) == 8
-    for name, gradient in found.items():
-        direction = rng.standard_normal(gradient.shape)
-        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
-        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
 
 
 def test_gains_that_cannot_be_computed_are_refused():
@@ -372,24 +264,6 @@ def test_fused_maps_read_their_input_once():
     at = "layers.0.attention"
     qkv = [f"{at}.qkv.lora_a", *(f"{at}.qkv.lora_b.{p}_proj" for p in "qkv"), f"{at}.qkv.weight"]
     assert weights[:7] == [*qkv, f"{at}.o.lora_a", f"{at}.o.lora_b.o_proj"]
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        FP8["e4m3", "delayed"],
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (BF16, FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"])),
-    ],
-)
-def test_adapters_can_be_planned_for_a_gpu(precision):
-    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
-    scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    for base in (None, "e4m3", *FEW_BITS):
-        about = {"rank": 16, "dropout": 0.1, "base": base}
-        plan_of(precision, config=config, adapters=adapters("all,lm_head", config, **about), **scratch)
-        plan_of(precision, config=config, adapters=adapters("q_proj,v_proj,mlp", config, dora=True, **about), **scratch)
-        gains = Gains(scaled(chosen("all", config)), base=base)
-        plan_of(precision, config=config, adapters=gains, **scratch)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,17 @@
 """Virtual tokens in the plan: gradients, recompute, packed documents, bases in few bits, what is written with them."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from tiny_engines import (
     BF16,
-    EVERY,
     FP8,
     FP32,
     FP64,
     B,
     T,
     batch,
-    bits,
     engine_of,
     next_logits,
     parameters,
@@ -25,12 +22,9 @@ from tiny_engines import (
 
 from llmq.adapters.virtual_tokens import VIRTUAL, Prefix, Prompt
 from llmq.backends.host import HostBackend
-from llmq.backends.planned import PlannedBackend
-from llmq.blocks.attention import Packing
 from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
 from llmq.engine.generate import Generator, generate, open_generator
-from llmq.model.optimizer import Hyperparameters
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.spec import Completions
@@ -71,68 +65,6 @@ def trained(engine):
     return [row.name for row in engine.plan.rows if row.trainable]
 
 
-@METHODS
-@pytest.mark.parametrize("wiring", WIRINGS)
-def test_gradients_are_those_of_finite_differences(method, wiring):
-    engine = engine_of(plan_of(FP64, config=WIRINGS[wiring], adapters=adapters(method)))
-    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-    rng, step = np.random.default_rng(0), 1e-5
-
-    def loss(name, change):
-        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
-        engine.micro_step(led())
-        result = engine.update(1, 0.0)
-        return result.loss * result.num_tokens
-
-    loss("", 0)
-    found = {name: engine.gradient(name) for name in trained(engine)}
-    names = [f"layers.{n}.attention.prefix" for n in range(2)] if method == "prefix" else ["embed.prompt"]
-    assert list(found) == names
-    for name, gradient in found.items():
-        direction = rng.standard_normal(gradient.shape)
-        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
-        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
-
-
-@pytest.mark.sample
-@METHODS
-@EVERY
-def test_recomputing_changes_no_bit(precision, method):
-    engine = engine_of(plan_of(precision, adapters=adapters(method)))
-    losses = steps(engine, 3)
-    assert len(set(losses)) == 3
-    for flags in (("recompute_block",), ("recompute_qkv",), ("recompute_att",)):
-        other = engine_of(plan_of(precision, Memory(flags), adapters=adapters(method)))
-        assert steps(other, 3) == losses and bits(other) == bits(engine)
-
-
-@pytest.mark.sample
-@METHODS
-@pytest.mark.parametrize(
-    "memory",
-    [
-        Memory(offload=("residual",)),
-        Memory(host=("weight", "master", "m", "v")),
-        Memory(host=("grad",)),
-        Memory(seq_tiles=2),
-        Memory(fused=True),
-    ],
-    ids=["residual", "streamed", "gradients", "tiles", "fused"],
-)
-def test_what_moves_bytes_changes_no_bit(memory, method):
-    about = {"hyper": Hyperparameters(grad_clip=0.0), "adapters": adapters(method)}
-    found = []
-    for one in (Memory(), memory):
-        engine = engine_of(plan_of(BF16, one, **about))
-        losses = []
-        for step in (1, 2, 3):
-            engine.start_step(step, 1e-1)
-            engine.micro_step(led(step))
-            losses.append(engine.update(step, 1e-1).loss)
-        found.append((losses, [engine.parameter(name).tobytes() for name in trained(engine)]))
-    assert found[0] == found[1] and len(set(found[0][0])) == 3
-
-
 @pytest.mark.sample
 @METHODS
 @pytest.mark.parametrize(
@@ -150,36 +82,6 @@ def test_a_base_in_few_bits_is_what_it_stands_for(method, base, kind):
     plain.load([(row, engine.parameter(row.name)) for row in plain.plan.rows])
     found, wide = steps(engine), steps(plain)
     assert found == wide if kind in ("fp32", "bf16") else found == pytest.approx(wide, rel=1e-2)
-
-
-@METHODS
-@pytest.mark.parametrize("wiring", WIRINGS)
-def test_a_pack_is_the_sum_of_its_documents(method, wiring):
-    """Each begins with the virtual tokens, and sees those alone."""
-    one, about = batch(), {"adapters": adapters(method), "config": WIRINGS[wiring]}
-    borders = np.array([[0, 4, 10, T], [0, 9, T, T]], np.int32)
-    tokens, targets = one.tokens.copy(), one.targets.copy()
-    for row, marks in enumerate(borders):
-        for start in marks[marks < T]:
-            tokens[row, start : start + COUNT], targets[row, start : start + COUNT] = 0, -100
-    packed = engine_of(plan_of(FP64, packing=Packing(3, 9), **about))
-    packed.micro_step(Batch(tokens, targets, borders))
-    whole = packed.evaluate(Batch(tokens, targets, borders))
-    alone = engine_of(plan_of(FP64, **about))
-    losses, number = np.zeros(2), 0
-    for row, marks in enumerate(borders):
-        for start, stop in pairwise(marks[marks <= T]):
-            if start == stop:
-                continue
-            rows, aims = np.zeros((B, T), np.int32), np.full((B, T), -100, np.int32)
-            rows[0, : stop - start], aims[0, : stop - start] = tokens[row, start:stop], targets[row, start:stop]
-            losses += alone.evaluate(Batch(rows, aims))
-            alone.micro_step(Batch(rows, aims), first=number == 0)
-            number += 1
-    assert number == 5 and whole == pytest.approx(tuple(losses), rel=1e-14)
-    for name in trained(alone):
-        expected = alone.gradient(name)
-        assert np.linalg.norm(packed.gradient(name) - expected) <= 1e-13 * np.linalg.norm(expected), name
 
 
 @METHODS
@@ -220,16 +122,6 @@ def test_nothing_else_is_computed_for_a_prefix():
     places = plan.programs["only"].places
     names = [(c.outputs[0].ref.name, c.inputs[0].name) for c in shared]
     assert len(names) == 2 and all(places[out] is places[given] for out, given in names)
-
-
-@pytest.mark.sample
-@METHODS
-@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
-def test_they_can_be_planned_for_a_gpu(precision, method):
-    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
-    scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    for base in (None, "e4m3", "nf4"):
-        plan_of(precision, config=config, adapters=adapters(method, base=base), packing=Packing(4, T), **scratch)
 
 
 PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4], [42, 42]]
