@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from in_process import run_ranks
 from tiny_engines import BF16, engine_of, plan_of, tiny
 
+from llmq.backends.host import HostBackend
 from llmq.comm.store import StoreServer
 from llmq.comm.tcp import TcpWorld
 from llmq.data.batches.batch import Batch
@@ -69,6 +71,11 @@ def train(run, world, backend):
         results.append(engine.update(step, 1e-2, request=world.rank))
     evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank))
     return results, [evaluated, *(engine.parameter(row.name) for row in plan.rows)]
+
+
+def on_ranks(run, size=2):
+    """What `train` returns on each of some ranks, which are threads of this process."""
+    return run_ranks(size, lambda world: train(run, world, HostBackend(world=world)))
 
 
 def on_two_gpus(rank_process, limit_s):

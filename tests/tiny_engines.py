@@ -200,6 +200,16 @@ def result_of(plan: Plan, backend: Backend | None = None) -> tuple[object, ...]:
     return train_steps(engine), bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
 
 
+def fused_result_of(plan: Plan, steps: int = 3) -> tuple[object, ...]:
+    """Results of steps of a micro-batch each, whose weights may be updated in backward, and the state after them."""
+    engine, results = engine_of(plan), []
+    for step in range(1, steps + 1):
+        engine.start_step(step, 1e-2)
+        engine.micro_step(batch(step))
+        results.append(engine.update(step, 1e-2))
+    return results, {name: array.tobytes() for name, array in engine.state()}, engine.evaluate(batch(9))
+
+
 def bits(engine: Engine) -> dict[str, bytes]:
     """Everything that training changed, as bytes."""
     found = {name: array.tobytes() for name, array in engine.state()}

@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 import pytest
 from in_process import run_ranks
-from ranks import CONFIG, LEVELS, Run, rank_batch, same, train, whole_batch
+from ranks import CONFIG, LEVELS, Run, on_ranks, rank_batch, same, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
 from llmq.adapters.ia3 import Gains, scaled
@@ -25,7 +25,7 @@ from llmq.tensor import Form
 
 def ranks(run, size):
     """What each rank of an in-process world returns; they agree on every step's result."""
-    found = run_ranks(size, lambda world: train(run, world, HostBackend(world=world)))
+    found = on_ranks(run, size)
     agreed = [[replace(result, sent_error=None) for result in results] for results, _ in found]
     assert all(results == agreed[0] for results in agreed)
     assert found[0][0][0].request == size - 1

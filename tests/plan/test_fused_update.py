@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, FP32, batch, engine_of, parameters, plan_of, tiny
+from tiny_engines import BF16, FP8, FP32, batch, fused_result_of, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
@@ -22,17 +22,6 @@ HYPER = Hyperparameters(grad_clip=0.5, clips_by_last=True)
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
 SLOW = pytest.mark.slow
 EIGHT = replace(BF16, m="int8", v="e4m3", master="fp32")
-
-
-def trained(plan, steps=3):
-    """Results of steps, and the state after them."""
-    engine = engine_of(plan)
-    results = []
-    for step in range(1, steps + 1):
-        engine.start_step(step, 1e-2)
-        engine.micro_step(batch(step))
-        results.append(engine.update(step, 1e-2))
-    return results, {name: array.tobytes() for name, array in engine.state()}, engine.evaluate(batch(9))
 
 
 def both(precision, memory=None, config=CONFIG, hyper=HYPER, **more):
@@ -53,7 +42,7 @@ def both(precision, memory=None, config=CONFIG, hyper=HYPER, **more):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SLOW)], ids=["tied", "untied"])
 def test_weights_updated_in_backward_are_bit_equal(precision, tied):
     config = replace(CONFIG, tie_embeddings=tied)
-    one, other = map(trained, both(precision, config=config))
+    one, other = map(fused_result_of, both(precision, config=config))
     assert one == other
     assert one[0][1].norm > HYPER.grad_clip, "the last norm is above the clip"
 
@@ -69,7 +58,7 @@ def test_weights_updated_in_backward_are_bit_equal(precision, tied):
 )
 @pytest.mark.parametrize("precision", [EIGHT, pytest.param(FP8["e4m3", "current"], marks=SLOW)], ids=["bf16", "fp8"])
 def test_with_offload_they_are_bit_equal_too(memory, precision):
-    one, other = map(trained, both(precision, memory))
+    one, other = map(fused_result_of, both(precision, memory))
     assert one == other
 
 
@@ -97,12 +86,12 @@ def test_random_combinations_are_bit_equal(seed):
         piece_bytes=draw.choice([1, 2**17]),
         fused=draw.random() < 0.7,
     )
-    one, other = (trained(plan_of(precision, each, CONFIG, HYPER), 2) for each in (plain, memory))
+    one, other = (fused_result_of(plan_of(precision, each, CONFIG, HYPER), 2) for each in (plain, memory))
     assert one == other
 
 
 def test_without_a_clip_no_norm_is_needed():
-    one, other = (trained(plan) for plan in both(BF16, hyper=Hyperparameters(grad_clip=0.0)))
+    one, other = (fused_result_of(plan) for plan in both(BF16, hyper=Hyperparameters(grad_clip=0.0)))
     assert one == other
 
 

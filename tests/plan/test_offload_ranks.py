@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 from random_plans import AnyOrder, drawn
-from ranks import CONFIG, LEVELS, Run, rank_batch, same, train
+from ranks import CONFIG, LEVELS, Run, on_ranks, rank_batch, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, engine_of, plan_of
 
 from llmq.adapters.lora import Lora
@@ -45,14 +45,10 @@ RUNS["several"] = Run(more={"adapters": Several(tuple(_MEMBERS))})
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 
-def ranks(run, size):
-    return run_ranks(size, lambda world: train(run, world, HostBackend(world=world)))
-
-
 def check(run, memory, size):
     """Every rank's results, and its parameters, are those of the run with everything on the device."""
     plain = replace(run, memory=replace(memory, host=(), offload=()))
-    assert all(map(same, ranks(replace(run, memory=memory), size), ranks(plain, size)))
+    assert all(map(same, on_ranks(replace(run, memory=memory), size), on_ranks(plain, size)))
 
 
 USUAL = {("bf16", 2, "all"), ("fp8", 3, "quants")}
@@ -124,7 +120,7 @@ def test_random_combinations_in_any_order_are_bit_equal(seed):
     run = Run(precision, level, plain, micro_steps=draw.choice([1, 2, 3]), how=how)
     size = draw.choice([2, 3])
     ordered = run_ranks(size, lambda world: train(replace(run, memory=hosted), world, AnyOrder(seed, world)))
-    assert all(map(same, ordered, ranks(run, size)))
+    assert all(map(same, ordered, on_ranks(run, size)))
 
 
 HOSTED = Memory(host=HOSTS["all"])
