@@ -19,9 +19,10 @@ import transformers
 from transformers.generation.streamers import BaseStreamer
 
 from llmq.generation.prompts import Question
-from llmq.generation.text import Settings, Writer
+from llmq.generation.text import Writer
 from llmq.model.config import to_hf
 from llmq.model.presets import PRESETS
+from llmq.options.generate import GenerateOptions
 
 PROMPT = (785, 6722, 315, 9625, 374)  # The capital of France is, in Qwen2.5's tokens
 
@@ -73,7 +74,7 @@ def theirs(folder: str, tokens: int, compiled: bool) -> Iterator[tuple[str, floa
 
 def ours(folder: str, tokens: int) -> tuple[float, list[int], int]:
     """Milliseconds a step, tokens, and bytes of weights that a step reads."""
-    writer = Writer(Settings(folder, device="cuda", max_tokens=tokens, ignore_end=True))
+    writer = Writer(GenerateOptions(model=folder, device="cuda", max_tokens=tokens, ignore_end=True))
     for _ in range(2):
         writer.course.steps, writer.course.steps_s = 0, 0.0
         (answer,) = writer.answers([Question({}, tokens=PROMPT)])

@@ -27,8 +27,9 @@ from llmq.engine.engine import Engine
 from llmq.errors import DataError
 from llmq.files.source import find_source, open_parameters
 from llmq.generation.prompts import Question
-from llmq.generation.text import Settings, Writer
+from llmq.generation.text import Writer
 from llmq.model.config import read_config
+from llmq.options.generate import GenerateOptions
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -155,7 +156,7 @@ def test_folders_are_read_both_ways(method, family, tmp_path):
     assert_same_logits(run, found, tokens)
     about = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     written = found.generate(input_ids=torch.from_numpy(tokens[:1, :7]).long(), **about)[0, 7:].tolist()
-    settings = Settings(str(tmp_path / "base"), adapter=str(tmp_path / "ours"), max_tokens=6, device="cpu")
+    settings = GenerateOptions(model=str(tmp_path / "base"), adapter=str(tmp_path / "ours"), max_tokens=6, device="cpu")
     questions = [Question({}, tokens=tuple(tokens[0, :7].tolist()))]
     (answer,) = Writer(replace(settings, ignore_end=True), reads_text=False).answers(questions)
     assert list(answer.tokens) == written

@@ -19,9 +19,10 @@ import pytest
 from llmq import errors
 from llmq.cli import shell, train
 from llmq.generation.answers import Answer
-from llmq.generation.text import Sampling, Settings, write
+from llmq.generation.text import write
 from llmq.model.presets import PRESETS
 from llmq.options.field import flag, written
+from llmq.options.generate import GenerateOptions
 from llmq.options.other_names import INSTEAD, STANDS_FOR
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
@@ -284,7 +285,7 @@ def test_the_python_examples_use_options_and_results_that_exist():
     (training,) = [keywords for name, keywords in calls if name == "llmq.train"]
     Options.parse({keyword.arg: ast.literal_eval(keyword.value) for keyword in training})
     given = {keyword.arg for name, keywords in calls if name == "llmq.generate" for keyword in keywords}
-    known = {*inspect.signature(write).parameters, *Settings.__dataclass_fields__, *Sampling.__dataclass_fields__}
+    known = {*inspect.signature(write).parameters, *GenerateOptions.model_fields}
     assert given and given <= known
     for names, kind in (({"result"}, TrainResult), ({"answer", "piece"}, Answer)):
         read = [node for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names]

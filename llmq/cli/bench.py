@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from llmq.cli import shell
-from llmq.cli.train import option_elsewhere
+from llmq.cli.train import option_elsewhere, own_option
 from llmq.errors import UsageError
 from llmq.options.bench import OF_RUNS, BenchOptions
 from llmq.options.field import build, describe, refuse
@@ -45,7 +45,7 @@ class Bench(click.Group):
 def _own(*, of_runs: bool) -> list[click.Parameter]:
     """Options of the bench itself: those of single ops, too, or those of runs alone."""
     chosen = [d for d in OWN.values() if (d.key in OF_RUNS) == of_runs]
-    return [option_elsewhere(d, about=d.help + (f" [default: {d.shown}]" if d.shown else "")) for d in chosen]
+    return list(map(own_option, chosen))
 
 
 def _as_in_training(*keys: str) -> list[click.Parameter]:

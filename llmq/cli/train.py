@@ -118,6 +118,11 @@ def option_elsewhere(d: Description, *aliases: str, about: str = "") -> click.Op
     return option
 
 
+def own_option(d: Description) -> click.Option:
+    """An option that another command has for itself."""
+    return option_elsewhere(d, about=d.help + (f" [default: {d.shown}]" if d.shown not in ("", "needed") else ""))
+
+
 def _repeated(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     """A notice for each option that is given more than once, of which the last one counts; `names` are in order."""
     counts = Counter(name for name in names if name in descriptions() and descriptions()[name].kind != "repeatable")

@@ -38,7 +38,7 @@ def answer_all(writer: Writer, questions: Sequence[Question], out: str | None) -
         for answer in writer.answers(questions):
             which = {"sample": answer.sample} if writer.settings.samples > 1 else {}
             row = {**questions[answer.index].shown, **which, "text": answer.text, "new_tokens": answer.tokens}
-            scores = {"logprobs": answer.logprobs} if writer.settings.sampling.logprobs else {}
+            scores = {"logprobs": answer.logprobs} if writer.sampling.logprobs else {}
             row |= {**scores, "finish_reason": answer.finish_reason}
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
 

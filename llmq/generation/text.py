@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from llmq.adapters.base_record import BASE_DTYPES, as_held, held_for
+from llmq.adapters.base_record import as_held, held_for
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.backends import open_backend
@@ -27,6 +25,7 @@ from llmq.generation.prompts import PromptReader, Question, questions_of
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.generate import STREAMS, GenerateOptions, asked
 from llmq.plan.decoding import Decoding
 from llmq.plan.generation import plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
@@ -35,68 +34,7 @@ from llmq.plan.spec import Spec
 
 ROW = 2048  # tokens of prompts that are read together, where there are as many
 STEP = 64  # lengths of rows are multiples of this
-STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
-MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
-LIMITS: tuple[tuple[tuple[str, ...], Any, Callable[[Any], bool], str], ...] = (
-    (("batch_size", "max_tokens"), Integral, lambda value: value >= 1, "a whole number of at least 1"),
-    (("max_length",), Integral, lambda value: value >= 2, "a whole number of at least 2"),
-    (("samples",), Integral, lambda value: 1 <= value <= MOST_SAMPLES, f"a whole number from 1 to {MOST_SAMPLES}"),
-    (("top_k", "seed"), Integral, lambda value: value >= 0, "a whole number of at least 0"),
-    (("temperature",), Real, lambda value: 0 <= value < math.inf, "a number of at least 0"),
-    (("top_p",), Real, lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
-    (("min_p",), Real, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
-    (("repetition_penalty",), Real, lambda value: 0 < value < math.inf, "a number above 0"),
-    (("adapter", "revision", "tokenizer", "chat_template"), str | None, lambda value: True, "a text"),
-    (("from_scratch", "ignore_end"), bool, lambda value: True, "True or False"),
-    (("device",), str, ("auto", "cpu", "cuda").__contains__, "auto, cpu or cuda"),
-    (("dtype",), object, (None, "bf16", "fp32").__contains__, "bf16 or fp32"),
-    (("base_dtype",), object, (None, *BASE_DTYPES).__contains__, f"one of {', '.join(BASE_DTYPES)}"),
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to run, and how; `max_length` bounds a whole chat. None of a `dtype`: bf16 on a GPU, fp32 on the CPU; of a
-    `base_dtype`: as the adapter's base was held when it was trained.
-
-    Each prompt gets `samples` answers, which end before any text of `stop`. UsageError for values that cannot be.
-    """
-
-    model: str
-    adapter: str | None = None
-    base_dtype: str | None = None
-    revision: str | None = None
-    from_scratch: bool = False
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    device: str = "auto"
-    dtype: str | None = None
-    batch_size: int = 8
-    max_tokens: int = 256
-    max_length: int = 4096
-    ignore_end: bool = False
-    samples: int = 1
-    stop: Sequence[str] = ()
-    sampling: Sampling = field(default_factory=Sampling)
-
-    def __post_init__(self) -> None:
-        values, drawn = {**vars(self.sampling), **vars(self)}, self.sampling
-        wrong = [
-            f"{_flag(name)} {values[name]!r}: use {words}"
-            for names, kind, is_right, words in LIMITS
-            for name in names
-            if not (isinstance(values[name], kind) and is_right(values[name]))
-        ]
-        wrong += [
-            f"--stop {one!r}: use a text that is not empty" for one in self.stop if not one or type(one) is not str
-        ]
-        is_greedy = not wrong and drawn.temperature == 0
-        if is_greedy and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
-            wrong.append("--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them")
-        if is_greedy and self.samples > 1:
-            wrong.append(f"--samples {self.samples} would be the same answer each time: give a --temperature above 0")
-        if wrong:
-            raise UsageError("\n  ".join(wrong))
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 class Writer:
@@ -105,8 +43,9 @@ class Writer:
     Without `reads_text` all questions are tokens: then the tokenizer of a preset is not fetched from the Hub.
     """
 
-    def __init__(self, settings: Settings, *, reads_text: bool = True) -> None:
+    def __init__(self, settings: GenerateOptions, *, logprobs: bool = False, reads_text: bool = True) -> None:
         self.settings, self.course = settings, Pace()
+        self.sampling = Sampling(**{name: getattr(settings, name) for name in SAMPLING}, logprobs=logprobs)
         found: list[str] = []
         self._source = find_source(
             settings.model, revision=settings.revision, from_scratch=settings.from_scratch, say=found.append
@@ -116,7 +55,7 @@ class Writer:
             self._adapter = open_adapter(Path(settings.adapter), self._source.config)
         trained_on = self._adapter.trained_on if self._adapter else None
         self._held = held_for([trained_on], settings.base_dtype, None)
-        base = self._adapter and self._adapter.check_base(self._source, settings.sampling.seed)
+        base = self._adapter and self._adapter.check_base(self._source, settings.seed)
         held = f"The weights of the layers are held in {self._held}" if self._held.is_quantized else None
         self._device = hardware.pick(settings.device)
         self.notes = [*found, *(text for text in (self._device.note, base, held) if text)]  # what the user should know
@@ -177,7 +116,7 @@ class Writer:
         adapters = NO_ADAPTERS if self._adapter is None else self._adapter.adapters.without_dropout()
         spec = Spec(config, precision, Memory(), Hyperparameters(), batch_size, length, adapters=adapters)
         packed = hardware.packing_problem(where, dtype) is None
-        decoding = Decoding(spec, self.settings.sampling, rows, packed)
+        decoding = Decoding(spec, self.sampling, rows, packed)
         free = hardware.memory_bytes(where)[1]
         backend = open_backend(where.kind)
         refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), free)
@@ -187,7 +126,7 @@ class Writer:
 
     def values(self) -> Values:
         """The weights that it writes with, and the adapter's."""
-        model = open_parameters(self._source, self.settings.sampling.seed)
+        model = open_parameters(self._source, self.settings.seed)
         return as_held(self._held, model) if self._adapter is None else self._adapter.values(model, self._held)
 
     def _taken(self, prompts: Sequence[Sequence[int]], max_tokens: int, live: bool) -> Iterator[Answer]:
@@ -248,26 +187,20 @@ def write(
     """
     if not isinstance(model, str | os.PathLike):
         raise UsageError(f"the model is {model!r}: give the path of a folder, or a name")
-    drawn, ours = ({one.name for one in fields(kind)} for kind in (Sampling, Settings))
-    if unknown := settings.keys() - drawn - ours:
-        near = {name: get_close_matches(name, drawn | ours, n=1) for name in sorted(unknown)}
-        asked = (name + "".join(f" (did you mean {one}?)" for one in close) for name, close in near.items())
-        raise UsageError(f"llmq.generate has no setting {', '.join(asked)}")
-    stop, questions = () if stop is None else stop, questions_of(prompts)
-    given = settings.pop("sampling", Sampling())
-    if not isinstance(given, Sampling):
-        raise UsageError(f"sampling is {given!r}: give temperature, top_k and others by their names")
-    sampling = replace(given, logprobs=logprobs, **{name: settings.pop(name) for name in drawn & settings.keys()})
-    stops = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
-    paths = {name: os.fspath(value) for name, value in settings.items() if isinstance(value, os.PathLike)}
-    about = Settings(os.fspath(model), sampling=sampling, stop=stops, samples=samples, **{**settings, **paths})
+    known = GenerateOptions.model_fields.keys()
+    if unknown := settings.keys() - known - {"sampling"}:
+        near = {name: get_close_matches(name, known, n=1) for name in sorted(unknown)}
+        said = (name + "".join(f" (did you mean {one}?)" for one in close) for name, close in near.items())
+        raise UsageError(f"llmq.generate has no setting {', '.join(said)}")
+    questions, drawn = questions_of(prompts), settings.pop("sampling", Sampling())
+    if not isinstance(drawn, Sampling):
+        raise UsageError(f"sampling is {drawn!r}: give temperature, top_k and others by their names")
+    sampled = {name: getattr(drawn, name) for name in SAMPLING}
+    ends = () if stop is None else stop
+    about = asked({**sampled, "model": model, "stop": ends, "samples": samples, **settings})
     if not questions:
         return iter(()) if stream else []
-    writer = Writer(about, reads_text=any(question.tokens is None for question in questions))
+    writer = Writer(about, logprobs=logprobs, reads_text=any(question.tokens is None for question in questions))
     for note in writer.notes:
         warnings.warn(note, stacklevel=2)
     return writer.pieces(questions) if stream else list(writer.answers(questions))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

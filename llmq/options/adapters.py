@@ -42,6 +42,7 @@ RIVALS = (  # a method, what cannot be given beside it, and the message
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
+BaseDtype = Literal["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]
 Rank = Literal["auto"] | Positive
 
 
@@ -175,7 +176,7 @@ class AdapterOptions(Section):
         shown="none",
         metavar="NAMES",
     )
-    base_dtype: Literal["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"] | None = option(
+    base_dtype: BaseDtype | None = option(
         None,
         "Dtype in which the frozen weights of the layers' linear maps are held. e4m3 and int8 take half the memory of "
         "bf16, nf4 and mxfp4 about a quarter.",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from llmq.options.field import (
     Count,
@@ -39,7 +39,7 @@ def _how_to_pack(value: Any) -> Any:
 
 
 Packing = Annotated[Literal["windows"] | bool | None, BeforeValidator(_how_to_pack)]
-Template = Annotated[Text, BeforeValidator(_file_at_home)]
+Template = Annotated[Text, Field(min_length=1), BeforeValidator(_file_at_home)]
 VocabSize = Literal["tokenizer"] | Positive
 
 

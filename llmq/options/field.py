@@ -54,7 +54,7 @@ def is_file_name(text: str) -> bool:
         return False
 
 
-def _one_or_more(*kinds: type) -> BeforeValidator:
+def one_or_more(*kinds: type) -> BeforeValidator:
     """One value of these types is a list of it."""
     return BeforeValidator(lambda value: (value,) if isinstance(value, kinds) else value)
 
@@ -105,9 +105,9 @@ Text = Annotated[str, BeforeValidator(_text)]
 Size = Annotated[Text, AfterValidator(_size)]  # of memory: 16GiB
 Computed = BeforeValidator(_computed)  # a dtype to compute in
 Path = Annotated[Text, Field(min_length=1), AfterValidator(_home)]
-Floats = Annotated[tuple[Float, ...], _one_or_more(str, int, float), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], _one_or_more(str, os.PathLike), Field(min_length=1)]
-Paths = Annotated[tuple[Path, ...], _one_or_more(str, os.PathLike), Field(min_length=1)]
+Floats = Annotated[tuple[Float, ...], one_or_more(str, int, float), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], one_or_more(str, os.PathLike), Field(min_length=1)]
+Paths = Annotated[tuple[Path, ...], one_or_more(str, os.PathLike), Field(min_length=1)]
 
 
 class Section(BaseModel):

@@ -19,8 +19,9 @@ from llmq.cli import shell
 from llmq.cli.generate import command
 from llmq.data.tokens import tokenizer
 from llmq.generation.prompts import questions_of
-from llmq.generation.text import Sampling, Settings, Writer
+from llmq.generation.text import Sampling, Writer
 from llmq.model import presets
+from llmq.options.generate import GenerateOptions
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<you>{% endif %}"
@@ -143,7 +144,7 @@ def test_samples_are_drawn_apart_and_are_the_same_in_any_number_of_them(run, mod
     assert run(f"--prompt={KING}", *DRAWN)[1] == found[0]["text"] + "\n"
     shown = run(f"--prompt={KING}", "--samples=2", *DRAWN)[1]
     assert shown == f"[sample 1]\n{found[0]['text']}\n[sample 2]\n{found[1]['text']}\n"
-    writer = Writer(Settings(str(model), device="cpu", max_tokens=8, samples=3, sampling=Sampling(0.9, seed=3)))
+    writer = Writer(GenerateOptions(model=str(model), device="cpu", max_tokens=8, samples=3, temperature=0.9, seed=3))
     assert [one.text for one in writer.answers(questions_of(KING))] == [row["text"] for row in found[:3]]
     assert (writer.course.new_tokens, writer.course.steps) == (24, 7)
 
@@ -241,10 +242,13 @@ def test_a_stream_has_the_pieces_of_the_answers(model):
     [
         ({"temprature": 1, "zzzz": 2}, r"no setting temprature \(did you mean temperature\?\), zzzz"),
         (
-            {"max_tokens": 1.5, "top_p": "0.9", "dtype": "fp16", "stop": [5]},
-            r"-tokens 1\.5: use a whole .* 1\n  --top-p '0\.9': use .*\n  --dtype 'fp16': use .*\n  --stop 5: use",
+            {"max_tokens": 1.5, "top_p": "1.9", "dtype": "fp16", "stop": [5]},
+            r"-tokens 1\.5 is not a whole .*\n  --stop 5: use a .*\n  --top-p 1\.9 is above .*\n  --dtype fp16 is not",
         ),
-        ({"samples": 5000, "temperature": float("nan")}, r"--samples 5000: use .* 1 to 4096\n  --temperature nan"),
+        (
+            {"samples": 5000, "temperature": float("nan")},
+            r"--samples 5000 is above .* 4096 or less\n  --temperature nan is not a finite",
+        ),
         ({"model": None}, "the model is None: give the path of a folder"),
         ({"prompts": {"role": "user", "content": "Aye"}}, "prompt 1 is {.*}: give a text, a chat"),
     ],

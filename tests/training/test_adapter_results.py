@@ -21,8 +21,9 @@ from llmq.cli.generate import command as llmq_generate
 from llmq.cli.merge import command as llmq_merge
 from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
-from llmq.generation.text import Settings, Writer
+from llmq.generation.text import Writer
 from llmq.model.held import HeldBase
+from llmq.options.generate import GenerateOptions
 from llmq.options.parse import descriptions
 
 
@@ -58,7 +59,7 @@ def test_every_use_of_an_adapter_has_the_loss_of_its_run(given, method, base, mo
     else:
         merged(done.model_path, Path("apart"))
         found |= {"merged": still(given, model=str(done.merged_path)), "llmq-merge": still(given, model="apart")}
-    writer = Writer(Settings("base", adapter=str(done.model_path), device="cpu"), reads_text=False)
+    writer = Writer(GenerateOptions(model="base", adapter=str(done.model_path), device="cpu"), reads_text=False)
     assert len(writer.notes) == (base is not None)
     monkeypatch.setattr(adapters, "first_values", lambda *_: writer.values())
     found["llmq-generate"] = still(given, adapter=str(done.model_path), base_dtype="fp32")

@@ -10,8 +10,9 @@ from tiny_runs import folder, weights_of
 import llmq
 from llmq.errors import DataError, MemoryLimitError, UsageError
 from llmq.generation.prompts import Question
-from llmq.generation.text import Settings, Writer
+from llmq.generation.text import Writer
 from llmq.hardware import device
+from llmq.options.generate import GenerateOptions
 from llmq.report.read import read_log
 
 TOKENS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42], [7]]
@@ -58,7 +59,7 @@ def test_a_gpu_completes_by_the_weights_that_it_trains(asked, given, tmp_path, m
     silent = llmq.train(**{**given, **on_it, "name": "silent"})
     assert weights_of(result.checkpoint_path) == weights_of(silent.checkpoint_path)
     if matmuls == "bf16":
-        writer = Writer(Settings(str(result.model_path), device="cuda", max_tokens=6, batch_size=8))
+        writer = Writer(GenerateOptions(model=str(result.model_path), device="cuda", max_tokens=6, batch_size=8))
         written = writer.answers([Question({}, tokens=prompt) for prompt in TOKENS])
         assert [list(one.tokens) for one in written] == [one["new_tokens"] for one in found[12]]
 

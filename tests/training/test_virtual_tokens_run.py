@@ -12,14 +12,14 @@ from tiny_runs import changed_adapter, folder, on_weights, weights_of
 
 import llmq
 from llmq.adapters.resolve import first_values, resolve
-from llmq.blocks.cached import Sampling
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.files.source import open_parameters, open_source
 from llmq.generation.prompts import Question
-from llmq.generation.text import Settings, Writer
+from llmq.generation.text import Writer
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
+from llmq.options.generate import GenerateOptions
 from llmq.options.parse import Options
 from llmq.report.read import read_log
 
@@ -102,14 +102,14 @@ def test_a_model_writes_with_them(given, method):
     about = {"max_tokens": 6, "device": "cpu", "ignore_end": True}
 
     def texts(**more):
-        writer = Writer(Settings("base", **about, **more), reads_text=False)
+        writer = Writer(GenerateOptions(model="base", **about, **more), reads_text=False)
         found = [answer.tokens for answer in writer.answers(questions)]
         assert writer.course.prompt_tokens == 4
         return found
 
     found = texts(adapter=str(done.model_path))
     assert found != texts() and found == texts(adapter=str(done.model_path), batch_size=1)
-    penalized = texts(adapter=str(done.model_path), sampling=Sampling(repetition_penalty=1e9))
+    penalized = texts(adapter=str(done.model_path), repetition_penalty=1e9)
     # What a text has is not repeated, and what stands for virtual tokens is no token of it.
     assert all(not {5, 17, 3} & set(text) and len(set(text)) == 6 for text in penalized[:1])
 
@@ -121,7 +121,9 @@ def test_samples_are_written_while_training(given, method):
     done = llmq.train(**options)
     about = {"max_tokens": 4, "device": "cpu", "dtype": "fp32", "adapter": str(done.model_path)}
     questions = [Question({}, tokens=(5, 17, 3)), Question({}, tokens=(9,))]
-    written = [answer.tokens for answer in Writer(Settings("base", **about), reads_text=False).answers(questions)]
+    written = [
+        answer.tokens for answer in Writer(GenerateOptions(model="base", **about), reads_text=False).answers(questions)
+    ]
     *_, last = [event for event in read_log(done.log_path).events if event["type"] == "samples"]
     assert [tuple(record["new_tokens"]) for record in last["samples"]] == written
 

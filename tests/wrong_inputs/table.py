@@ -282,26 +282,26 @@ stray.bin | unexpected stray.bin: every option starts
 --batch-size 1 | give one of --prompt, --prompts and --chat, not none
 --prompt hi --chat | not --prompt and --chat
 --prompt hi --system b | --system goes with --chat, not with --prompt
---chat --json --samples 2 | --json, --samples: not with --chat
+--chat --json --samples 2 --temperature 1 | --json, --samples: not with --chat
 --prompt '' | prompt 1 has no tokens
 --prompt hi --samples 2 | --samples 2 would be the same answer each time
 --prompt hi --stop '' | --stop '': use a text that is not empty
 --chat --prompts prompts.txt | give one of --prompt, --prompts and --chat
---prompt hi --max-tokens 0 | 0 is not in the range x>=1.
---prompt hi --max-tokens x | 'x' is not a valid integer range.
---prompt hi --temperature -1 | -1.0 is not in the range x>=0.
---prompt hi --temperature nan | nan is not a finite number.
---prompt hi --temperature inf | inf is not a finite number.
---prompt hi --temperature hot | 'hot' is not a valid number.
---prompt hi --top-p 0 | 0.0 is not in the range 0<x<=1.
---prompt hi --top-p nan | nan is not a finite number.
+--prompt hi --max-tokens 0 | --max-tokens 0 is below the least value
+--prompt hi --max-tokens x | --max-tokens x is not a whole number
+--prompt hi --temperature -1 | --temperature -1 is below the least value
+--prompt hi --temperature nan | --temperature nan is not a finite number
+--prompt hi --temperature inf | --temperature inf is not a finite number
+--prompt hi --temperature hot | --temperature hot is not a number
+--prompt hi --top-p 0 | --top-p 0 is too small: use more than 0
+--prompt hi --top-p nan | --top-p nan is not a finite number
 --prompt hi --top-k 5 | cut what is drawn from: give a --temperature above 0
---prompt hi --device tpu | 'tpu' is not one of 'auto', 'cpu', 'cuda'.
---prompt hi --dtype fp8 | 'fp8' is not one of 'bf16', 'fp32'.
+--prompt hi --device tpu | --device tpu is not one of auto, cpu, cuda
+--prompt hi --dtype fp8 | --dtype fp8 is not one of bf16, fp32
 --prompt hi --out answers | --out takes JSON lines: give --json
 --prompt hi --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
 --prompt hi --model 'a b/c' | 'a b/c' is neither a local folder nor a name
---prompt hi --model '' | it is empty: give a path.
+--prompt hi --model '' | --model '' is empty: give a path
 --prompt hi --revision main | --revision main is for models of the Hub, but
 --prompt hi --bogus | --bogus
 --prompt | Option '--prompt' requires an argument.
@@ -309,7 +309,7 @@ stray.bin | unexpected stray.bin: every option starts
 --prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
 --prompts prompts-minus.jsonl | token -1 of a prompt is not in the vocabulary
 --prompts prompts-chat.jsonl --chat-template latin.jinja | --chat-template latin.jinja: cannot be read
---prompts prompts-chat.jsonl --chat-template '' | it is empty: give a path.
+--prompts prompts-chat.jsonl --chat-template '' | --chat-template '' is empty: give a path
 """,
     ("llmq-generate", 3): r"""
 --prompt hi --model ./absent | there is no folder ./absent
@@ -731,19 +731,19 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"prompts": [b"x"]}, "prompt 1 is b'x'"),
     ({"prompts": [["a"]]}, "prompt 1 is ['a']"),
     ({"prompts": [[10**9]]}, "not in the vocabulary"),
-    ({"adapter": 5}, "--adapter 5: use a text"),
-    ({"tokenizer": ["m"]}, "--tokenizer ['m']: use a text"),
-    ({"device": "tpu"}, "--device 'tpu': use auto"),
-    ({"dtype": "fp8"}, "--dtype 'fp8': use bf16"),
-    ({"batch_size": 0}, "--batch-size 0: use"),
-    ({"max_tokens": 1.5}, "--max-tokens 1.5: use"),
-    ({"max_length": "x"}, "--max-length 'x': use"),
-    ({"temperature": float("nan")}, "--temperature nan: use"),
-    ({"temperature": float("inf")}, "--temperature inf: use"),
-    ({"repetition_penalty": np.inf}, "--repetition-penalty inf: use"),
-    ({"top_p": 0}, "--top-p 0: use"),
+    ({"adapter": 5}, "5 has no adapter_config.json"),
+    ({"tokenizer": ["m"]}, "--tokenizer ['m'] is not text"),
+    ({"device": "tpu"}, "--device tpu is not one of auto"),
+    ({"dtype": "fp8"}, "--dtype fp8 is not one of bf16"),
+    ({"batch_size": 0}, "--batch-size 0 is below"),
+    ({"max_tokens": 1.5}, "--max-tokens 1.5 is not a whole number"),
+    ({"max_length": "x"}, "--max-length x is not a whole number"),
+    ({"temperature": float("nan")}, "--temperature nan is not a finite number"),
+    ({"temperature": float("inf")}, "--temperature inf is not a finite number"),
+    ({"repetition_penalty": np.inf}, "--repetition-penalty inf is not a finite number"),
+    ({"top_p": 0}, "--top-p 0 is too small"),
     ({"top_k": 5}, "give a --temperature above 0"),
-    ({"from_scratch": "maybe"}, "--from-scratch 'maybe': use True or False"),
+    ({"from_scratch": "maybe"}, "--from-scratch maybe is not true or false"),
     ({"bogus": 1}, "no setting bogus"),
     ({"sampling": 5}, "sampling is 5"),
     ({"max_new_tokens": 3}, "did you mean max_tokens?"),

@@ -1,0 +1,104 @@
+"""How `llmq-generate` and `llmq.generate` write: the model, and how tokens are drawn."""
+
+# No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from llmq.options.adapters import BaseDtype
+from llmq.options.data import Template
+from llmq.options.field import (
+    Count,
+    Float,
+    Int,
+    NonNegative,
+    Path,
+    Positive,
+    Section,
+    Text,
+    build,
+    describe,
+    one_or_more,
+    option,
+    refuse,
+)
+
+STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
+MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
+
+
+def _some_text(value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        raise ValueError("use a text that is not empty")
+    return value
+
+
+Stops = Annotated[tuple[Annotated[str, BeforeValidator(_some_text)], ...], one_or_more(str, int, float)]
+
+
+class GenerateOptions(Section):
+    title = "Generation"
+    model: Path = option(
+        ...,
+        "Model to write with: a folder, a hub name, or with --from-scratch a preset such as Qwen2.5-0.5B.",
+        metavar="FOLDER-OR-NAME",
+    )
+    adapter: Path | None = option(None, "Adapter of the model, in PEFT's format, to write with.", metavar="DIR")
+    base_dtype: BaseDtype | None = option(
+        None, "Dtype in which to hold the layers' weights, as in training.", shown="that of the adapter's base"
+    )
+    revision: Text | None = option(None, "Branch, tag or commit of a hub model.")
+    from_scratch: bool = option(False, "Use random weights, drawn from --seed.")
+    tokenizer: Path | None = option(None, "Whose tokenizer.", metavar="FOLDER-OR-NAME", shown="the model's")
+    chat_template: Template | None = option(
+        None, "Chat template in Jinja.", metavar="FILE-OR-TEXT", shown="the tokenizer's own"
+    )
+    max_tokens: Positive = option(256, "Most new tokens of an answer.")
+    max_length: Annotated[Int, Field(ge=2)] = option(4096, "Most tokens of a chat, all its turns.")
+    stop: Stops = option(
+        (),
+        "End an answer before this text, which may begin or end within a token. Repeat it for more texts.",
+        metavar="TEXT",
+        shown="none",
+    )
+    samples: Annotated[Int, Field(ge=1, le=MOST_SAMPLES)] = option(
+        1, "Answers to each prompt, drawn independently at a --temperature above 0."
+    )
+    batch_size: Positive = option(8, "Prompts to answer at a time.")
+    temperature: NonNegative = option(
+        0.0, "Divide the logits by this before a token is drawn; 0 takes the most likely one."
+    )
+    top_k: Count = option(0, "Draw from the N most likely; 0: all.")
+    top_p: Annotated[Float, Field(gt=0, le=1)] = option(
+        1.0, "Draw from the fewest most likely tokens whose probabilities reach this; 1: all."
+    )
+    min_p: Annotated[Float, Field(ge=0, le=1)] = option(
+        0.0, "Draw from tokens at least this times as likely as the most likely one; 0: all."
+    )
+    repetition_penalty: Annotated[Float, Field(gt=0)] = option(
+        1.0,
+        "Divide the positive logits of tokens that are there already by this, and multiply the others; 1: off.",
+    )
+    seed: Annotated[Int, Field(ge=0)] = option(0, "Seed of what is drawn.")
+    ignore_end: bool = option(False, "Go on after the model's end tokens, to --max-tokens.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to compute on; auto uses a GPU if it can.")
+    dtype: Literal["bf16", "fp32"] | None = option(
+        None, "Dtype of weights, cache and activations.", shown="bf16 on a GPU, fp32 on the CPU"
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        if self.temperature == 0 and (self.top_k or self.top_p < 1 or self.min_p):
+            yield "--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them"
+        if self.temperature == 0 and self.samples > 1:
+            yield f"--samples {self.samples} would be the same answer each time: give a --temperature above 0"
+
+
+def asked(given: Mapping[str, Any]) -> GenerateOptions:
+    """The options of these names. UsageError with all that is wrong."""
+    problems = list[str]()
+    found = build(GenerateOptions, given, {d.field: d for d in describe("generate", GenerateOptions)}, problems, {})
+    refuse(problems)
+    assert isinstance(found, GenerateOptions)
+    return found
