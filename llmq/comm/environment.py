@@ -4,7 +4,7 @@ torchrun's variables are the contract: `--gpus N`, `llmq-launch` and Ray's actor
 beside them. Else srun's count, and those of Open MPI and MPICH. One launcher may start another, as in `srun torchrun`:
 the inner one counts, which is torchrun's before MPI's, and MPI's before srun's.
 
-The store at which ranks meet (llmq/comm/rendezvous.py) has a port of its own: torchrun's is taken by its own store, and
+The store at which ranks meet (llmq/comm/store.py) has a port of its own: torchrun's is taken by its own store, and
 Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, and LLMQ_MASTER_ADDR the
 address that follows from srun's variables.
 """
@@ -43,7 +43,7 @@ class Place:
     """A rank of a run, by its launcher.
 
     `local_size` is None where the launcher does not tell how many ranks the machine has. `token` is what the ranks
-    prove to each other, None if it is not given (llmq/comm/job_token.py then makes one, of `job`). `has_store` says
+    prove to each other, None if it is not given (llmq/comm/join.py then makes one, of `job`). `has_store` says
     that the launcher keeps the store; else rank 0 does, and of an MPI kind tells the others where. `start` is a command
     that starts as many ranks, before the arguments of `llmq-train`; `again` says that these are started after others
     that were lost.

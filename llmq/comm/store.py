@@ -26,7 +26,7 @@ NUM_NOTES = 8
 TICK_S = 0.1  # from one judgement to the next
 SLACK = 3  # beats, by which a rank is found within the patience
 FAILED_S = 2.0  # in which ranks that fail for the same reason may end as they should
-TOLD_S = 3.0  # until all have ended before the rank that keeps the store does
+KEEPER_WAITS_S = 3.0  # until all have ended before the rank that keeps the store does
 
 
 @dataclass(eq=False)
@@ -208,7 +208,7 @@ class StoreServer:
             for rank in others:
                 here[rank].tell(verdict)
             waited_for = others - {one.rank for one in lost}
-            self._changed.wait_for(lambda: not waited_for & here.keys(), TOLD_S)
+            self._changed.wait_for(lambda: not waited_for & here.keys(), KEEPER_WAITS_S)
             for rank in here.keys() - others:
                 here[rank].tell(verdict)
 
