@@ -90,8 +90,7 @@ def write_documents(name, count, rng):
     with TokenWriter(f"{name}.bin", vocab_size=97, has_masks=True) as file:
         for length in rng.integers(2, 31, count):
             ids = np.append(rng.zipf(1.5, length - 1) % 97, 2).astype(np.int32)
-            file.append(ids, rng.random(length) < 0.8)
-            file.end_document()
+            file.append(ids, rng.random(length) < 0.8, stops=[length])
 
 
 def on_weights(path, times=1):

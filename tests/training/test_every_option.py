@@ -108,8 +108,8 @@ def folder(tmp_path_factory):
         for name, count in (("train", 60), ("other", 50), ("eval", 20)):
             with TokenWriter(f"{name}.bin", vocab_size=VOCAB, has_masks=True) as file:
                 for length in rng.integers(4, 14, count):
-                    file.append((rng.zipf(1.5, length) % VOCAB).astype(np.int32), rng.random(length) < 0.9)
-                    file.end_document()
+                    ids = (rng.zipf(1.5, length) % VOCAB).astype(np.int32)
+                    file.append(ids, rng.random(length) < 0.9, stops=[length])
         for name, count in (("rows", 60), ("other", 50)):
             rows = [{"question": f"{n}+{n % 7}?", "answer": f"{n + n % 7}."} for n in range(count)]
             Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

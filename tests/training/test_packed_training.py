@@ -82,8 +82,7 @@ def large(given):
     with TokenWriter("long.bin", vocab_size=97) as file:
         for _ in range(50):
             for length in (8192, *[1000] * 16):
-                file.append(np.ones(length, np.int32))
-                file.end_document()
+                file.append(np.ones(length, np.int32), stops=[length])
     return {
         **given,
         "model": "Qwen2.5-0.5B",

@@ -43,8 +43,7 @@ def documents(name, count, seed):
     rng = np.random.default_rng(seed)
     with TokenWriter(f"{name}.bin", vocab_size=97) as file:
         for length in rng.integers(2, 14, count):
-            file.append((rng.zipf(1.5, length) % 97).astype(np.int32))
-            file.end_document()
+            file.append((rng.zipf(1.5, length) % 97).astype(np.int32), stops=[length])
 
 
 @METHODS

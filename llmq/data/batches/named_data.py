@@ -26,6 +26,7 @@ from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.stream import START
 from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
 from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.text import Texts
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -168,8 +169,8 @@ def open_named(
 def _about(request: Request) -> tuple[int, np.ndarray]:
     """About how many tokens there are for training, by the first batch; and the lengths (n,) of its documents."""
     train = request.found.train
-    if isinstance(train, tuple):
-        total = sum(document.num_bytes for document in train)
+    if isinstance(train, Texts):
+        total = train.num_bytes
     elif isinstance(train, FileRows):
         total = train.about()
     else:
@@ -179,7 +180,7 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
         _, first = next(batches, (START, None))
     if first is None:
         return 0, np.empty(0, np.int64)
-    done = first.num_bytes if isinstance(train, tuple) else first.counts.rows
+    done = first.num_bytes if isinstance(train, Texts) else first.counts.rows
     lengths = np.diff(first.stops, prepend=0, append=len(first.ids))
     return len(first.ids) * total // max(done, 1), lengths[lengths > 0]
 

@@ -17,14 +17,11 @@ from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence, sliced
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.records import all_problems
 from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
-from llmq.data.tokens.cache import content_hash
-from llmq.data.tokens.text import Document, open_documents, split
+from llmq.data.tokens.text import Document, Texts, open_documents, split
 from llmq.errors import DataError, UsageError
 
 EVAL_FRACTION = 0.1  # where the data has no part for evaluation
 TEXT_SUFFIX = ".txt"  # what is text in a folder; a file that is named may be called anything
-
-Documents = tuple[Document, ...]
 
 
 @dataclass(frozen=True)
@@ -33,8 +30,8 @@ class Found:
 
     title: str  # names the output
     asked: tuple[str, ...]
-    train: Documents | RowSequence
-    evaluation: Documents | RowSequence | None
+    train: Texts | RowSequence
+    evaluation: Texts | RowSequence | None
     rule: str
     data_format: str | None = None  # as known for a named set
     mapping: tuple[tuple[str, str], ...] = ()
@@ -51,15 +48,13 @@ class Found:
     @property
     def is_rows(self) -> bool:
         """Whether this is rows, and not text files."""
-        return not isinstance(self.train, tuple)
+        return not isinstance(self.train, Texts)
 
     @property
     def num_bytes(self) -> int | None:
         """Bytes of text files; None for rows."""
-        if not isinstance(self.train, tuple):
-            return None
-        held = self.evaluation if isinstance(self.evaluation, tuple) else ()
-        return sum(document.num_bytes for document in (*self.train, *held))
+        texts = [part for part in (self.train, self.evaluation) if isinstance(part, Texts)]
+        return sum(part.num_bytes for part in texts) if texts else None
 
     def known(self, options: EncodeOptions) -> EncodeOptions:
         """The options with what is known of a named set, where they leave it open."""
@@ -71,14 +66,8 @@ class Found:
 
     def identity(self) -> Any:
         """What the tokens depend on, as JSON. Files of this machine are read whole for it."""
-        parts = [_identity(self.train), None if self.evaluation is None else _identity(self.evaluation)]
-        return [*parts, self.eval_tokens, self.limit, self.numbered]
-
-
-def _identity(part: Documents | RowSequence) -> Any:
-    if isinstance(part, tuple):
-        return [[content_hash(document.path), document.start, document.stop] for document in part]
-    return part.identity()
+        held = None if self.evaluation is None else self.evaluation.identity()
+        return [self.train.identity(), held, self.eval_tokens, self.limit, self.numbered]
 
 
 def find_anything(asked: str, eval_fraction: float | None, *, streaming: bool = False) -> Found:
@@ -203,7 +192,7 @@ def _texts(paths: Sequence[Path], eval_fraction: float | None) -> Found:
         raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
     train, kept, rule = split(documents, EVAL_FRACTION if eval_fraction is None else eval_fraction)
     rule = f"one file is one document (UTF-8, as it is; empty files are left out); {rule}"
-    return Found("text", (), tuple(train), tuple(kept) or None, rule)
+    return Found("text", (), Texts(tuple(train)), Texts(tuple(kept)) if kept else None, rule)
 
 
 def _without_mark(document: Document) -> Document:

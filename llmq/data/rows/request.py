@@ -14,12 +14,13 @@ from llmq.cache_folder import cache_folder
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.file_rows import RowSequence
-from llmq.data.rows.find_sources import Documents, Found
+from llmq.data.rows.find_sources import Found
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.cache import content_hash, key_of
 from llmq.data.tokens.pipeline import RowWork, TextWork
 from llmq.data.tokens.produce import PART_TOKENS, is_whole
 from llmq.data.tokens.sidecar import copied_files
+from llmq.data.tokens.text import Texts
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
@@ -54,7 +55,7 @@ class Request:
     @cached_property
     def first_rows(self) -> list[Record]:
         """The first good rows of the training data; DataError if the data begins with LOOKED_AT bad ones."""
-        assert not isinstance(self.found.train, tuple)
+        assert not isinstance(self.found.train, Texts)
         first = [row for _, row in islice(self.found.train.read(), LOOKED_AT)]
         good = [row for row in first if isinstance(row, Record)]
         if not good:
@@ -73,10 +74,10 @@ class Request:
             raise UsageError(f"{', '.join(wrong)}: for data in rows, but {self.found.name} is text")
         return None
 
-    def work(self, part: Documents | RowSequence, encoder: Encoder | None) -> TextWork | RowWork:
+    def work(self, part: Texts | RowSequence, encoder: Encoder | None) -> TextWork | RowWork:
         """How the training data or the part for evaluation becomes tokens."""
-        if isinstance(part, tuple):
-            return TextWork(part, self.tokenizer)
+        if isinstance(part, Texts):
+            return TextWork(part.documents, self.tokenizer)
         assert encoder is not None
         return RowWork(part, encoder)
 

@@ -75,10 +75,10 @@ class Sidecar(BaseModel):
         """What lies beside `token_file`, or None; DataError if it is unreadable or of another file."""
         path = sidecar_name(token_file)
         fix = "make the token file again, or delete the sidecar to use the tokens without it"
-        if not path.exists():
-            return None
         try:
             with reading(path, fix):
+                if not path.exists():
+                    return None
                 sidecar = cls.model_validate_json(path.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]

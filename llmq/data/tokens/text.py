@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from llmq.data.tokens.cache import content_hash
 from llmq.disk import reading
 from llmq.errors import DataError
 
@@ -51,6 +52,21 @@ class Document:
     def after(self, count: int) -> Document:
         """The rest after the first `count` bytes."""
         return replace(self, start=self.start + count)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Text files as data."""
+
+    documents: tuple[Document, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(document.num_bytes for document in self.documents)
+
+    def identity(self) -> Any:
+        """What the tokens depend on, as JSON; reads the files whole."""
+        return [[content_hash(document.path), document.start, document.stop] for document in self.documents]
 
 
 def open_documents(paths: Sequence[Path]) -> list[Document]:

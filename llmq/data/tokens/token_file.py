@@ -212,14 +212,10 @@ class TokenWriter:
         self.num_tokens += tokens.size
         self.num_trained += tokens.size if mask is None else int(np.count_nonzero(mask))
 
-    def end_document(self) -> None:
-        """Ends a document after the tokens so far; without tokens since the last end there is none to end."""
-        if self.num_tokens > self._starts[-1]:
-            self._starts.append(self.num_tokens)
-
     def finish(self) -> None:
         """Ends the last document and gives the file its real name, in place of an older file, once the disk has it."""
-        self.end_document()
+        if self.num_tokens > self._starts[-1]:
+            self._starts.append(self.num_tokens)
         header = replace(self.header, num_tokens=self.num_tokens, num_documents=self.num_documents)
         with storage(self.path), self._file as file:
             if header.has_masks:

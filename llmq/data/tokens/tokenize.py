@@ -31,6 +31,7 @@ from llmq.data.tokens.produce import (
 )
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
+from llmq.data.tokens.text import Texts
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.data.tokens.train_tokenizer import trained_tokenizer
@@ -158,7 +159,7 @@ def make(
     if encoder is not None:
         say(encoder.describe())
         if on_encoder is not None:
-            assert not isinstance(found.train, tuple)
+            assert not isinstance(found.train, Texts)
             on_encoder(encoder, (row for _, row in found.train.read() if isinstance(row, Record)))
     elif on_encoder is not None:
         raise UsageError(f"--show is for data in rows, but {found.name} is text: leave it out")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.data.rows.find_sources import Found
-from llmq.data.tokens.text import Document, pieces
+from llmq.data.tokens.text import Document, Texts, pieces
 from llmq.data.tokens.tokenizer import CONFIG, TextTokenizer
 from llmq.disk import temporary_name, write_whole
 from llmq.errors import DataError, UsageError
@@ -56,11 +56,11 @@ def trained_tokenizer(found: Found, vocab_size: int, folder: Path) -> Iterator[T
 
     Until they are copied they lie beside it, so that an interrupted call leaves the tokenizer of an earlier one alone.
     """
-    if not isinstance(found.train, tuple):
+    if not isinstance(found.train, Texts):
         raise UsageError(f"--train-tokenizer is for text, but {found.name} is rows: give --model")
     fresh = temporary_name(folder)
     try:
-        train_tokenizer(found.train, vocab_size, fresh)
+        train_tokenizer(found.train.documents, vocab_size, fresh)
         yield replace(TextTokenizer.open(str(fresh)), source=str(folder.resolve()))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -87,8 +87,7 @@ def test_spans_end_at_the_borders_of_documents() -> None:
 def test_padding_stays_after_the_documents(tmp_path: Path, max_docs: int) -> None:
     with TokenWriter(tmp_path / "a.bin", vocab_size=V) as writer:
         for number in range(200):
-            writer.append(np.arange(100, 107 + number % 3))
-            writer.end_document()
+            writer.append(np.arange(100, 107 + number % 3), stops=[7 + number % 3])
     packs = Packs([TokenFile.open(tmp_path / "a.bin")], RowForm(32, V, PACKED, 0, max_docs))
     rows = packs.read(np.arange(packs.num_windows))
     augment = open_augmentation("span-shuffle=1", V, 0)

@@ -287,8 +287,7 @@ def test_rows_of_padding_are_a_warning_with_what_fills_them(tmp_path: Path, more
     long = more.pop("long", 10)
     with TokenWriter(tmp_path / "a.bin", vocab_size=9) as file:
         for length in [10] * 40 + [long]:
-            file.append(np.ones(length, np.int32))
-            file.end_document()
+            file.append(np.ones(length, np.int32), stops=[length])
     found = open_data(options(tmp_path / "a.bin", seq_len=200, **more), 9, 0)
     assert isinstance(found.train, Packs) and len(found.train.index.lengths) == 41
     share = 95 if long == 10 else 93

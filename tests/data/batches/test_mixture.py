@@ -150,8 +150,7 @@ def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -
     for name, lengths in (("short", [5, 7, 9] * 40), ("long", [64] * 20)):
         with TokenWriter(tmp_path / f"{name}.bin", vocab_size=99) as writer:
             for length in lengths:
-                writer.append(np.arange(1, length + 1))
-                writer.end_document()
+                writer.append(np.arange(1, length + 1), stops=[length])
         sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], RowForm(64, 99, PACKED)))
     short, long = sources
     assert short.limits is not None and short.limits[1] == 9 and long.limits is None

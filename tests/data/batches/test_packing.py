@@ -29,8 +29,7 @@ def write(path: Path, lengths: list[int], *, masked: bool = False, seed: int = 0
     with TokenWriter(path, vocab_size=VOCAB, has_masks=masked) as writer:
         for length in lengths:
             ids = np.append(rng.integers(3, VOCAB, length - 1), EOS).astype(np.int32)
-            writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None)
-            writer.end_document()
+            writer.append(ids, rng.integers(0, 2, length).astype(bool) if masked else None, stops=[length])
     return TokenFile.open(path)
 
 

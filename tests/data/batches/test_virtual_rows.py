@@ -26,8 +26,8 @@ def file(tmp_path):
     rng = np.random.default_rng(0)
     with TokenWriter(tmp_path / "a.bin", vocab_size=VOCAB, has_masks=True) as writer:
         for length in rng.integers(2, 21, 60):
-            writer.append(rng.integers(1, VOCAB, length).astype(np.int32), rng.random(length) < 2 / 3)
-            writer.end_document()
+            ids = rng.integers(1, VOCAB, length).astype(np.int32)
+            writer.append(ids, rng.random(length) < 2 / 3, stops=[length])
     return TokenFile.open(tmp_path / "a.bin")
 
 

@@ -10,7 +10,7 @@ import pytest
 from llmq.data.rows import datasets, find_sources
 from llmq.data.rows.find_sources import Found, find, find_anything
 from llmq.data.rows.records import Record
-from llmq.data.tokens.text import pieces
+from llmq.data.tokens.text import Texts, pieces
 from llmq.errors import DataError, UsageError
 
 
@@ -45,8 +45,8 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     for name, content in (("a.txt", "one\ntwo\n"), ("b.txt", "three"), ("c.txt", "")):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
     found = find(inputs=[str(tmp_path / "*.txt")], eval_fraction=0)
-    assert isinstance(found.train, tuple) and found.num_bytes == 13
-    assert ["".join(pieces(document, True)) for document in found.train] == ["one\ntwo\n", "three"]
+    assert isinstance(found.train, Texts) and found.num_bytes == 13
+    assert ["".join(pieces(document, True)) for document in found.train.documents] == ["one\ntwo\n", "three"]
     with pytest.raises(DataError, match=r"there is no text in .*c\.txt, but for a byte order mark"):
         find(inputs=[str(tmp_path / "c.txt")])
 
@@ -73,8 +73,8 @@ def test_a_folder_of_text_is_documents(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / f"books/{number:02d}.txt", *range(10, 20))
     found = find(inputs=[str(tmp_path / "books")])
-    assert isinstance(found.train, tuple) and isinstance(found.evaluation, tuple)
-    assert (len(found.train), len(found.evaluation), found.num_bytes) == (18, 2, 20 * 80)
+    assert isinstance(found.train, Texts) and isinstance(found.evaluation, Texts)
+    assert (len(found.train.documents), len(found.evaluation.documents), found.num_bytes) == (18, 2, 20 * 80)
     assert "one file is one document" in found.rule
 
 
@@ -107,7 +107,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
 
     def as_hub(text: str, held: object, streaming: bool) -> Found:
         asked.append(text)
-        return Found("hub", (text,), (), None, "")
+        return Found("hub", (text,), Texts(()), None, "")
 
     monkeypatch.setattr(find_sources, "_hub", as_hub)
     monkeypatch.setenv(datasets.OVERRIDE, str(write(tmp_path / "shakespeare.txt", *range(100))))
@@ -128,7 +128,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
 def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
     from llmq.data.chat.encode import EncodeOptions
 
-    found = Found("x", ("x",), (), None, "", data_format="text", mapping=(("text", "body"),))
+    found = Found("x", ("x",), Texts(()), None, "", data_format="text", mapping=(("text", "body"),))
     assert found.known(EncodeOptions()) == EncodeOptions("text", (("text", "body"),))
     asked = EncodeOptions("messages", (("messages", "m"),))
     assert found.known(asked) == asked

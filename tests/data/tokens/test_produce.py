@@ -229,7 +229,7 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
     assert 500 <= sizes[0] < 600 and 400 <= sizes[1] < 500 and 400 <= sizes[2] < 500 and sum(sizes[:2]) < 1300
     plain = find(inputs=[str(tmp_path / "rows.jsonl")], eval_fraction=0.0)
     encoder = request.encoder()
-    assert encoder is not None and not isinstance(plain.train, tuple)
+    assert encoder is not None and not isinstance(plain.train, text_files.Texts)
     records = [row for _, row in plain.train.read() if isinstance(row, Record)]
     ids = np.concatenate([document.ids for document in encoder.encode(records)])
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), ids[: sum(sizes)])

@@ -71,9 +71,8 @@ def test_a_file_of_any_version_is_read_and_pieces_write_the_same_file_as_the_who
         with TokenWriter(path, vocab_size=1000, has_masks=mask is not None) as writer:
             for start, stop in pairwise(cuts):
                 part = np.array(tokens[start:stop], np.int64)
-                writer.append(part, None if mask is None else np.array(mask[start:stop], bool))
-                if stop in ends:
-                    writer.end_document()
+                stops = [part.size] if part.size and stop in ends else []
+                writer.append(part, None if mask is None else np.array(mask[start:stop], bool), stops=stops)
         assert path.read_bytes() == current_bytes(tokens, 1000, mask, starts)
         assert (writer.num_tokens, writer.num_documents) == (size, len(starts) - 1)
         assert writer.num_trained == (size if mask is None else sum(mask))
@@ -153,8 +152,7 @@ def test_a_damaged_block_is_found_when_it_is_first_read(tmp_path: Path) -> None:
     per_block = BLOCK_BYTES // 2
     with TokenWriter(path, vocab_size=9, has_masks=True) as writer:
         for _ in range(4):
-            writer.append(np.full(per_block, 3), np.ones(per_block, bool))
-            writer.end_document()
+            writer.append(np.full(per_block, 3), np.ones(per_block, bool), stops=[per_block])
     good = path.read_bytes()
 
     def damaged(at: int) -> TokenFile:
