@@ -47,7 +47,7 @@ class Ops:
         """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both."""
 
     def amax(self, out: Ref | None, /, x: Ref, *, in_bf16: bool) -> None:
-        """out (1,) f32 <- the largest magnitude of x (any shape, in any form), as it is or in bf16."""
+        """out (1,) f32 <- the largest magnitude of x (any shape, in any form), exact or in bf16."""
 
     def amax_scale(self, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
         """scale (1,) <- x (any shape): amax(|x|) / limit, which maps amax to `limit`; 1 if amax is 0 or not finite."""

@@ -73,7 +73,7 @@ class HostMemory:
         return into
 
     def start_read(self, name: str) -> Callable[[], np.ndarray]:
-        """A function that returns a copy of a storage as it is now."""
+        """A function that returns a copy of a storage, made now."""
         copy = self.read(name)
         return lambda: copy
 

@@ -26,7 +26,7 @@ class Embed:
 
 
 class NoisyEmbed(Embed):
-    """res = weight[tokens] + noise, for training (NEFTune); the gradient passes the noise as it is."""
+    """res = weight[tokens] + noise, for training (NEFTune); the gradient passes the noise unchanged."""
 
     def __init__(self, hidden_size: int, alpha: float, seed: int, stream: int) -> None:
         self.hidden_size = hidden_size

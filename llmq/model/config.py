@@ -23,7 +23,7 @@ from llmq.model.families import FAMILIES, Family
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know of a Llama- or Qwen-class decoder. Sizes are unpadded."""
+    """The facts of a Llama- or Qwen-class decoder that the engine needs. Sizes are unpadded."""
 
     architecture: str  # one of FAMILIES
     vocab_size: int
@@ -152,7 +152,7 @@ def problems_of(mapping: Mapping[str, Any], error: ValidationError) -> list[str]
 
 
 def _problem(mapping: Any, place: Sequence[object], message: str) -> str:
-    """`rope_scaling.factor (0): must be greater than or equal to 1`, with the value as it stands in the file."""
+    """`rope_scaling.factor (0): must be greater than or equal to 1`, with the value in the file."""
     found, keys = mapping, [str(key) for key in place if key not in ROPE_KEYS]
     for key in keys:
         found = found.get(key, ABSENT) if isinstance(found, Mapping) else ABSENT

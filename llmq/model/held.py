@@ -28,7 +28,7 @@ from llmq.tensor import DTYPES, LIMITS, Form, Output, Ref, Tensor, scale_shape, 
 Made = TypeVar("Made")
 Values = np.ndarray | Repeated
 Work = Callable[[int, Tensor], None]  # of the rows from the given one on
-SLICE_BYTES = 2**25  # of a slice in f32 on a GPU, if that is so much as 128 rows
+SLICE_BYTES = 2**25  # of a slice in f32 on a GPU, if that is at least 128 rows
 CELL_BYTES = 2**16  # of what is between, but for the scales of NF4
 REPEATED_BYTES = 2**22  # of a block that is repeated
 UNWANTED = Output("unwanted", (), "fp32", ())
@@ -154,7 +154,7 @@ def hold(room: Room, copy: Tensor, dtype: str, values: Values, borders: Sequence
 
 
 def single_scale(room: Room, scale: Any, copy: Tensor, dtype: str, fp8: str) -> None:
-    """scale (1,) f32 <- that of an `fp8` copy of what a held copy stands for in `dtype`, by `amax_scale`."""
+    """scale (1,) f32 <- that of an `fp8` copy of the value of a held copy in `dtype`, by `amax_scale`."""
     largest = room.empty((1,), "fp32")
     room.ops["amax"](_plain(largest), copy, in_bf16=dtype == "bf16")
     room.ops["amax_scale"](_plain(scale), Tensor(copy.name, largest, (1,)), limit=LIMITS[fp8])
@@ -175,7 +175,7 @@ def held_copy(ref: Ref, value: np.ndarray, borders: Sequence[int] = ()) -> tuple
 
 
 def held_value(copy: Tensor, dtype: str) -> np.ndarray:
-    """What a held copy stands for, in `dtype`."""
+    """The value of a held copy, in `dtype`."""
     value, read = np.empty(copy.shape, DTYPES[dtype]), reader(copy)
 
     def of_slice(start: int) -> None:

@@ -1,7 +1,7 @@
 """The contract of an op: one record beside its reference function, with what its signature says and what it cannot say.
 
 The reference backend's functions are the definition; other backends have functions of the same names and signatures.
-Outputs stand left of `/`, inputs right of it, plain numbers right of `*`. Planner, backends, bench and speed of light
+Outputs are left of `/`, inputs right of it, plain numbers right of `*`. Planner, backends, bench and speed of light
 look everything else up in the record: nothing asks how an op's name begins.
 """
 
@@ -63,7 +63,7 @@ class OpRecord:
     copies: bool = False  # makes each form of its output from the same form of its input
     gathers: bool = False  # a copy from many ranks: only of forms that are made of shards as they are of the whole
     is_collective: bool = False  # the backend gives it the world
-    lane: str = "main"  # where calls run unless said otherwise
+    lane: str = "main"  # where calls run, but those that are given another one
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
     takes_columns: bool = False  # operands and results may be columns of a wider matrix
     for_each_row: bool = False  # the optimizer calls it for every row, many of which take no longer than a launch
@@ -122,7 +122,7 @@ def op(
     cast_from: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Callable[[Function], Function]:
-    """Attaches the record of an op to its reference function, and leaves the function as it is."""
+    """Attaches the record of an op to its reference function, and leaves the function unchanged."""
 
     def attached(function: Function) -> Function:
         names = parse(function)

@@ -63,7 +63,7 @@ def _stored(spec: Spec, row: Row) -> Row:
         return replace(row, stored=MASTER_FORM) if p.master == "none" else row
     if base not in HELD_FORMS:
         return row
-    # Where fp8 sites read one scale for the whole, they read the held bytes of fp8 as they are.
+    # Where fp8 sites read one scale for the whole, they read the held bytes of fp8 directly.
     single = p.dtype(row.site or "") == "e4m3" and p.scaling in ("delayed", "current")
     return replace(row, stored=held_form(base, row, single=single))
 
@@ -116,7 +116,7 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sa
 
 
 def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1) -> tuple[Block, ...]:
-    """The layers, with attention by `cores`, and the MLP in so many tiles."""
+    """The layers, with attention by `cores`, and the MLP in `tiles`."""
     config, heads, site = spec.config, _heads(spec), partial(sites, spec)
     c, eps = config.hidden_size, config.rms_norm_eps
     found = []

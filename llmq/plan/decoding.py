@@ -47,7 +47,7 @@ def completions_of(spec: Spec) -> Decoding | None:
 
 
 def prompt_name(length: int) -> str:
-    """The program for rows of so many tokens."""
+    """The program for rows of `length` tokens."""
     return f"prompt {length}"
 
 

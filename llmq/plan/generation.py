@@ -45,7 +45,7 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def refuse_if_too_large(plan: Plan, free: int) -> None:
-    """MemoryLimitError if the plan does not fit into so many bytes."""
+    """MemoryLimitError if the plan does not fit into the `free` bytes."""
     if plan.total_bytes <= free:
         return
     sizes = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in parts(plan).items())

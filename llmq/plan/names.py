@@ -9,7 +9,7 @@ from llmq.tensor import Ref, scale_shape
 
 
 def storage_name(ref: Ref) -> str:
-    """Unique name of the bytes that a Ref stands for."""
+    """Unique name of the bytes of a Ref."""
     if ref.space == "activation":
         name = ref.owner + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
     elif ref.form is None and ref.value_in is not None:

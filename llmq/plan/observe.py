@@ -1,4 +1,4 @@
-"""A training program that also measures how well its fp8 copies stand for their values.
+"""A training program that also measures how far its fp8 copies are from their values.
 
 It is the training recording with a call after every value that is read in fp8, and one before for every
 weight; the planner then keeps value and copy together for as long as that takes. What it finds goes into one cell per
@@ -54,7 +54,7 @@ def observed(
     found = []
     for ref, form in forms.values():
         found += compared(ref.name, ref, form, "forward") if ref.space == "weight" else []
-    waiting: list[Call] = []  # until all collectives of a layer stand together
+    waiting: list[Call] = []  # until all collectives of a layer are together
     seen: set[str] = set()  # weights, which backward fetches once more
     for call in calls:
         if not record(call.op).gathers:
@@ -72,7 +72,7 @@ def observed(
 
 
 def errors_cell(count: int) -> Ref:
-    """Where the numbers of so many copies are."""
+    """Where the numbers of `count` copies are."""
     return Ref("quantization_error", "cell", (count * STRIDE,), "fp32")
 
 

@@ -167,7 +167,7 @@ def wide_sites(bf16_layers: str | None, fp8_layers: str | None, every: Sequence[
 
 
 def chosen(text: str, flag: str, every: Sequence[str]) -> set[str]:
-    """Of the sites `every` those of `FIRST,LAST` (so many layers at either end) or of names, with commas between.
+    """Of the sites `every` those of `FIRST,LAST` (numbers of layers at either end) or of names, with commas between.
 
     A name is a layer (`layers.3`), a site of every layer (`mlp.down`, `attention`) or one site (`layers.3.mlp.down`).
     """

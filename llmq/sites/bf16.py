@@ -7,7 +7,7 @@ from llmq.tensor import Form
 
 
 class Bf16Linear(Linear):
-    """y = x W^T + b with every operand read as it is, in `dtype`."""
+    """y = x W^T + b with every operand read as the plain value, in `dtype`."""
 
     def __init__(self, name: str, dtype: str = "bf16") -> None:
         one = Copies(Form(dtype), Form(dtype))

@@ -28,7 +28,7 @@ class GainPiece:
 
 
 class GainLinear:
-    """The site `base`, of so many `outputs`, with gains on those of its pieces."""
+    """The site `base`, which has `outputs` outputs, with gains on those of its pieces."""
 
     def __init__(self, base: Linear, pieces: Sequence[GainPiece], outputs: int, dtype: str, file: str) -> None:
         self.base, self.name, self.key = base, base.name, base.key

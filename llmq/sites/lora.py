@@ -75,7 +75,7 @@ def two_products(ops: Ops, d_low: Ref, d_up: Ref, d_y: Ref, low: Ref, up: Ref, *
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """Adapters `pieces` of the site `name` with so many `outputs`, whose rows are kept in `file`.
+    """Adapters `pieces` of the site `name`, which has `outputs` outputs. Their rows are kept in `file`.
 
     `init` says how A is drawn or made, B being zero, or of which part of the weight both are made. Values are of
     `dtype`. A x lies in the first columns of a slot that is `width` wide; 0: it is the slot.
@@ -92,7 +92,7 @@ class LoraAdapter:
     covers = True
 
     def within(self, width: int) -> LoraAdapter:
-        """The same where its A x is in a slot that is so wide."""
+        """The same with its A x in a slot of this width."""
         return replace(self, width=width)
 
     @property
@@ -194,7 +194,7 @@ class DroppedAdapter:
         return self.lora.rank
 
     def within(self, width: int) -> DroppedAdapter:
-        """The same where its A x is in a slot that is so wide."""
+        """The same with its A x in a slot of this width."""
         return replace(self, lora=self.lora.within(width))
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:

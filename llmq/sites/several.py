@@ -29,7 +29,7 @@ class OwnRows:
 
 
 class SeveralAdapters:
-    """Adapters that have rows each of a batch of so many, at the site `name`; rows of none are those of the map."""
+    """Adapters at the site `name`, each with its own rows of a batch; rows of none are those of the map alone."""
 
     def __init__(self, name: str, several: Sequence[OwnRows], batch_size: int) -> None:
         self.name, self.key = name, name.rpartition(".")[2]
@@ -78,7 +78,7 @@ class SeveralAdapters:
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """The adapter of a name, with its tokens of an x: so many, from number `start` on."""
+    """The adapter of a name, with its tokens [start, start + count) of an x."""
 
     name: str
     adapter: LoraAdapter | DroppedAdapter

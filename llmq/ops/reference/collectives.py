@@ -46,7 +46,7 @@ def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world:
 def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
     """pieces (R-1,m,K) <- x (...,K): this rank's n rows of every other rank's x, in the form of both.
 
-    m is n, or n rounded up to whole tiles where each has a scale; rows beyond n are left as they are.
+    m is n, or n rounded up to whole tiles where each has a scale; rows beyond n are left unchanged.
     """
     mine = _share(bounds, world.rank)
     for target in pieces.tensors:

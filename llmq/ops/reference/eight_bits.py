@@ -5,7 +5,7 @@ would lose: a number between two codes becomes the upper one with the probabilit
 integers; the largest magnitude of a block has the largest code, or where scales are powers of two one near it.
 
 A second moment is held by its root, in codes without a sign: gradients whose magnitudes differ by 255 in a block (by
-2^17.8 in e4m3) are told apart, and their squares by as much squared. The upper code is taken with the probability that
+2^17.8 in e4m3) are distinct, and their squares by as much squared. The upper code is taken with the probability that
 keeps the mean of the *square*: with that of the root, each rounding would add its variance to v, 50 times over with
 beta_2 = 0.98. A v above 0 never gets the code 0, which would make the next update m / epsilon.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from llmq.tensor import Tensor
 
-E4M3, INT8, UINT8 = (126, 448.0), (127, 127.0), (255, 255.0)  # the largest code of a magnitude, what it stands for
+E4M3, INT8, UINT8 = (126, 448.0), (127, 127.0), (255, 255.0)  # the largest code of a magnitude, and its value
 DROPPED, BIAS = 20, 960  # bits of an f32 that e4m3 lacks; (127 - 7) << 3, between their exponents
 NORMAL, NORMAL_CODE = np.float32(2.0**-6), 8  # the smallest normal number of e4m3
 UNIT = np.float32(2.0**-16)  # of random bits
@@ -78,5 +78,5 @@ def _e4m3(units: np.ndarray, raised: np.ndarray | np.uint32) -> np.ndarray:
 
 
 def _value(code: np.ndarray) -> np.ndarray:
-    """What a code of e4m3 without a sign stands for."""
+    """The value of a code of e4m3 without a sign."""
     return (code.astype(np.uint32) << DROPPED).view(np.float32) * np.float32(2.0**120)

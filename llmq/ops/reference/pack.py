@@ -24,7 +24,7 @@ def nest(out: Output, /, absmax: Tensor, *, group: int, borders: tuple[int, ...]
 
 @op(family="quantize")
 def amax(out: Output, /, x: Tensor, *, in_bf16: bool) -> None:
-    """out (1,) f32 <- the largest magnitude of x (any shape, in any form), as it is or in bf16."""
+    """out (1,) f32 <- the largest magnitude of x (any shape, in any form), exact or in bf16."""
     read = reader(x)
     rows = range(0, int(np.prod(x.shape[:-1])), BLOCK)
     largest = np.max([np.abs(read(start)).max(initial=0) for start in rows])

@@ -1,4 +1,4 @@
-"""How well a copy in fp8 stands for its value: what the statistics of fp8 runs are made from."""
+"""How far a copy in fp8 is from its value: what the statistics of fp8 runs are made from."""
 
 import numpy as np
 

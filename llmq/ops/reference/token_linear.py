@@ -1,4 +1,4 @@
-"""The linear maps of one token at a time, with what stands before and after them: generation's, made by a pass."""
+"""The linear maps of one token at a time, with what comes before and after them: generation's, made by a pass."""
 
 import numpy as np
 
