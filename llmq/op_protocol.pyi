@@ -293,7 +293,7 @@ class Ops:
         """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows (the same shape)."""
 
     def quantize(self, out: Ref | None, scale: Ref | None, /, x: Ref, *, limit: float) -> None:
-        """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out)."""
+        """out, in every wanted form with its scales (`llmq.operands.own_scales`), and scale (1,) <- x (like out)."""
 
     def reduce_scatter(self, out: Ref | None, /, x: Ref, *, bounds: tuple[int, ...]) -> None:
         """out (n,K), these rows of x <- x (...,K): the sum over ranks, in order, of this rank's rows."""

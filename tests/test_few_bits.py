@@ -9,8 +9,9 @@ from ops.build import tensor
 
 from llmq.few_bits import DYNAMIC, E2M1, LEVELS, NF4, e2m1_codes, mean_of, nested, nf4_codes, packed, unpacked
 from llmq.model.held import held_copy, held_value
+from llmq.operands import Tensor
 from llmq.scaling import HELD, Nested
-from llmq.tensor import Form, Ref, Tensor
+from llmq.tensor import Form, Ref
 
 # quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4") of bitsandbytes 0.50.2 on the CPU
 CODES = "7e920fa1f0357dd0b7782f9f4079ada772feb191726a777634e48b11e0c14409"

@@ -18,8 +18,8 @@ JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 FLOORS = (
     ("changed", "errors", "few_bits"),
     ("cache_folder", "disk", "scaling", "screen"),
-    ("tensor",),
-    ("row",),  # parameters as they are held
+    ("tensor",),  # handles of values, without memory
+    ("operands", "row"),  # what ops get; parameters as they are held
     ("op_protocol",),  # ops by name
     ("protocols",),  # what block code is written against
     ("options",),  # what can be set

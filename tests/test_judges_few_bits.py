@@ -12,7 +12,8 @@ from ops.build import tensor
 
 from llmq.few_bits import DYNAMIC, nested
 from llmq.model.held import held_copy, held_value
-from llmq.tensor import Form, Ref, Tensor
+from llmq.operands import Tensor
+from llmq.tensor import Form, Ref
 
 pytestmark = pytest.mark.judge
 

@@ -15,7 +15,7 @@ HANDLES = {"Output": "Ref | None", "Tensor": "Ref", "Tensor | None": "Ref | None
 def annotation(parameter):
     """Its text: modules differ in whether annotations are kept as text."""
     given = parameter.annotation
-    return given.__name__ if isinstance(given, type) else str(given).replace("llmq.tensor.", "")
+    return given.__name__ if isinstance(given, type) else str(given).replace("llmq.operands.", "")
 
 
 def method(name):

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.operands import Tensor, own_scales, scales_of_columns, to_form
 from llmq.plan.names import scale_name, storage_name
 from llmq.scaling import SCALINGS
-from llmq.tensor import Form, Ref, Tensor, View, own_scales, scales_of_columns, stored_shape, to_form
+from llmq.tensor import Form, Ref, View, stored_shape
 
 QKV = Ref("qkv", "activation", (2, 6, 40), "bf16")
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from llmq.model.held import Values, Work, slice_rows
 from llmq.model.repeated import Repeated
+from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.plan.arena import aligned
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 WRITTEN = {DTYPES[name]: name for name in ("bf16", "fp32")}  # what is copied over as it is, repeated, and converted
 EVEN = 8  # numbers that kernels take at a time

@@ -21,7 +21,8 @@ import numpy as np
 from llmq.comm.world import ALONE, World
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
-from llmq.tensor import DTYPES, Form, Output, Tensor
+from llmq.operands import Output, Tensor
+from llmq.tensor import DTYPES, Form
 
 SIZE = 8192  # of the product's matrices
 HEAT_S = 0.4  # of products back to back

@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 
 from llmq.backends import BackendMemory, Launch, Op
+from llmq.operands import Output, Tensor, scales_of_columns, scales_of_rows
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.arena import stored_dtype
 from llmq.plan.names import own_scales, scale_cell, scale_ref, storage_name
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import SCALE_STRIDE, Plan, Scratch, scratch_storage
-from llmq.tensor import Output, Ref, Tensor, scales_of_columns, scales_of_rows, stored_shape
+from llmq.tensor import Ref, stored_shape
 
 UNWANTED = Output("unwanted", (), "fp32", ())
 

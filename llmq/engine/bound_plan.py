@@ -12,11 +12,12 @@ from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.bind import bind
 from llmq.engine.shortage import explained
 from llmq.model.held import Values, held_value, hold, single_scale
+from llmq.operands import Tensor
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.screen import Report, unreported
-from llmq.tensor import DTYPES, Ref, Tensor
+from llmq.tensor import DTYPES, Ref
 
 
 def make_ready(plan: Plan, backend: Backend, report: Report = unreported) -> None:

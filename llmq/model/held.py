@@ -19,11 +19,12 @@ from llmq.errors import UsageError
 from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
 from llmq.hardware.blas import num_cores
 from llmq.model.repeated import Repeated
+from llmq.operands import Output, Tensor
 from llmq.ops import reference
 from llmq.ops.reference.pack import reader
 from llmq.row import Row
 from llmq.scaling import BLOCK, Nested
-from llmq.tensor import DTYPES, LIMITS, Form, Output, Ref, Tensor, scale_shape, stored_shape
+from llmq.tensor import DTYPES, LIMITS, Form, Ref, scale_shape, stored_shape
 
 Made = TypeVar("Made")
 Values = np.ndarray | Repeated

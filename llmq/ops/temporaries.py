@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from llmq.operands import SLICE, in_rows
 from llmq.ops.seam import record
-from llmq.tensor import DTYPES, SLICE, Ref, in_rows
+from llmq.tensor import DTYPES, Ref
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call, Result

@@ -98,7 +98,7 @@ def rounding_same_every_step(real, seed, step, *address):
     return real(seed, 0, *address)
 
 
-@fault("llmq.tensor:to_form", "tests/ops/test_cast.py")
+@fault("llmq.operands:to_form", "tests/ops/test_cast.py")
 def copies_scaled_wrongly(real, value, form, scale):
     return real(value, form, None if scale is None else scale * np.float32(2))
 
@@ -106,7 +106,7 @@ def copies_scaled_wrongly(real, value, form, scale):
 # what is planned
 
 
-@fault("llmq.tensor:Output._write", "tests/engine/test_packed_engine.py")
+@fault("llmq.operands:Output._write", "tests/engine/test_packed_engine.py")
 def accumulation_dropped(real, output, value):
     real(replace(output, accumulate=False), value)
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from llmq.model.held import held_copy, held_value
+from llmq.operands import Output, Tensor
 from llmq.ops import reference
-from llmq.tensor import DTYPES, LARGEST, Form, Output, Ref, Tensor, scale_shape
+from llmq.tensor import DTYPES, LARGEST, Form, Ref, scale_shape
 
 FORMS = {scaling: Form("e4m3", "row", scaling) for scaling in ("current", "tilewise")}
 EVERY = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

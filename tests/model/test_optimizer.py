@@ -8,11 +8,12 @@ from llmq.model import optimizer
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import preset
+from llmq.operands import Output, Tensor
 from llmq.ops import reference
 from llmq.optimizers.adamw import AdamW
 from llmq.options.maths import OptimizerOptions
 from llmq.plan.plan import SCALE_STRIDE
-from llmq.tensor import Output, Tensor, num_norm_tiles
+from llmq.tensor import num_norm_tiles
 
 
 def test_every_option_becomes_its_constant():

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from llmq.operands import Output, Tensor, own_scales, to_form
 from llmq.ops.reference import OPS
 from llmq.ops.seam import Arguments, record
-from llmq.tensor import DTYPES, Form, Output, Ref, Tensor, own_scales, scale_shape, stored_shape, to_form
+from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_shape
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NAN_BYTE = {"int32": 0x80, "uint8": 0x80}  # every float format here reads bytes of 0xff as NaN

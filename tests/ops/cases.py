@@ -10,10 +10,11 @@ import numpy as np
 
 from llmq.model.config import RopeConfig
 from llmq.model.rope import document_positions, rope_table
+from llmq.operands import Output, Tensor
 from llmq.ops import seam
 from llmq.ops.reference import OPS
 from llmq.scaling import SCALINGS, Nested
-from llmq.tensor import Form, Output, Tensor, num_norm_tiles
+from llmq.tensor import Form, num_norm_tiles
 
 from .build import output, run, tensor
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops import cuda
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 from .build import arguments_of
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 
+from llmq.operands import Output, Tensor, round_to
 from llmq.ops.reference import OPS
-from llmq.tensor import DTYPES, Form, Output, Tensor, round_to
+from llmq.tensor import DTYPES, Form
 
 from .cuda_build import Device
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.operands import Tensor
 from llmq.ops.reference import OPS
-from llmq.tensor import Form, Tensor
+from llmq.tensor import Form
 
 from .build import output, poisoned, tensor
 from .cases import OWN_SCALES

@@ -15,10 +15,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.operands import Output, Tensor, to_form
 from llmq.ops import cuda, seam
 from llmq.ops.cuda import embedding, launch
 from llmq.ops.reference import OPS
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Tensor, num_norm_tiles, to_form
+from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles
 
 from .build import output, tensor
 from .cases import Case, Sizes, make

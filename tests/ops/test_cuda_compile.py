@@ -18,6 +18,7 @@ import pytest
 
 from llmq.errors import UsageError
 from llmq.model.presets import PRESETS
+from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import embedding, launch
@@ -26,7 +27,7 @@ from llmq.ops.seam import Arguments
 from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
 from llmq.stores.moments import MASTER_FORM
-from llmq.tensor import COLSUM, DTYPES, Form, Output, Ref, Tensor, num_norm_tiles, scale_shape, stored_shape
+from llmq.tensor import COLSUM, DTYPES, Form, Ref, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference import OPS
 from llmq.optimizers.adamw import M, V
 from llmq.stores.moments import MASTER_FORM
-from llmq.tensor import DTYPES, Form, Output, Tensor, scale_shape
+from llmq.tensor import DTYPES, Form, scale_shape
 
 from .build import output, tensor
 from .cases import Sizes, make

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops import seam
 from llmq.ops.cuda import cublaslt, linear
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.cublaslt import Gemm, Gemms, Matrix, Pointers, refusal
 from llmq.ops.reference import OPS
 from llmq.sites.fp8 import Fp8Linear
-from llmq.tensor import DTYPES, Form, Output, Ref, Tensor, View
+from llmq.tensor import DTYPES, Form, Ref, View
 
 from .build import output, tensor
 from .cases import LARGE, ODD, Sizes, make

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference import OPS
-from llmq.tensor import DTYPES, Form, Output, Tensor
+from llmq.tensor import DTYPES, Form
 
 from .build import output, poisoned, tensor
 from .cuda_build import Device

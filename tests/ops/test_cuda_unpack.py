@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from llmq.model.held import held_copy
+from llmq.operands import Tensor
 from llmq.ops.reference import OPS
-from llmq.tensor import Form, Ref, Tensor
+from llmq.tensor import Form, Ref
 
 from .build import output
 from .cuda_build import Device

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from llmq.operands import Tensor
 from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import random_words
 from llmq.scaling import BLOCK
-from llmq.tensor import DTYPES, Form, Tensor
+from llmq.tensor import DTYPES, Form
 
 SHAPE, COUNT = (4, 300), 2000
 LEAST = {"e4m3": 2.0**-9, "int8": 1.0, "uint8": 1.0}  # steps from 0, in units of a scale

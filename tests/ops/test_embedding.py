@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import Form, Output, Tensor
+from llmq.operands import Output, Tensor
+from llmq.tensor import Form
 
 from .build import check_gradient, output, run, tensor
 from .cases import LARGE, ODD, make

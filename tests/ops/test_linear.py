@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from llmq.tensor import COLSUM, Form, Output, Tensor
+from llmq.operands import Output, Tensor
+from llmq.tensor import COLSUM, Form
 
 from .build import check_gradient, run, tensor
 from .cases import LARGE, ODD, OWN_SCALES, make

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from llmq.operands import SLICE, Output, Tensor
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
-from llmq.tensor import SLICE, Form, Output, Tensor, num_norm_tiles
+from llmq.tensor import Form, num_norm_tiles
 
 from .build import output, run
 from .cases import LARGE, ODD, make

@@ -6,9 +6,10 @@ from typing import get_type_hints
 
 import pytest
 
+from llmq.operands import Output, Tensor
 from llmq.ops import seam
 from llmq.ops.reference import OPS
-from llmq.tensor import Form, Output, Ref, Tensor
+from llmq.tensor import Form, Ref
 
 from .cases import OWN_SCALES
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-import llmq.tensor
+import llmq.operands
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.cast import cast
 from llmq.ops.reference.cross_entropy import cross_entropy
-from llmq.tensor import DTYPES, IGNORED, Form, Output, Tensor, stored_shape
+from llmq.tensor import DTYPES, IGNORED, Form, stored_shape
 
 ROWS, COLUMNS = 37, 29
 FORMS = {
@@ -38,7 +39,7 @@ def same_in_one_and_in_many(monkeypatch, run) -> list[bytes]:
     """What `run` gives, having asserted that slices do not change it."""
     found = []
     for size in (1 << 30, 3 * COLUMNS):
-        monkeypatch.setattr(llmq.tensor, "SLICE", size)
+        monkeypatch.setattr(llmq.operands, "SLICE", size)
         found.append(run())
     assert found[0] == found[1]
     return found[0]

@@ -11,10 +11,11 @@ from tiny_engines import BF16, FP8, FP32, batch, bits, engine_of, plan_of, tiny
 from llmq.backends.planned import PlannedBackend
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
+from llmq.operands import Output, Tensor
 from llmq.plan.memory import Memory
 from llmq.stores.moments import MASTER_FORM
 from llmq.stores.sharding import Sharding
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
 NONE = replace(BF16, master="none", m="int8", v="e4m3")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.cudnn import AttentionShape, Cudnn
 from llmq.ops.cuda.launch import GRID_SIDE, Kernel, launch, room
 from llmq.ops.seam import Arguments
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 ROWS, TILE, WARPS = 16, 32, 4  # cuda/attention.cu
 MAX_EXACT_HEAD_DIM = 256  # of the f32 kernels: four tiles of it fit the 99 KiB that every GPU has

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, Kernel, adds, launch, plain, pointer, type_of
-from llmq.tensor import Output, Tensor
 
 
 def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     GRID_SIDE,
@@ -23,7 +24,6 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 THREADS, MOST_SHARED = 256, 98 * 1024
 MOST_HEAD_BYTES = 1024

@@ -9,6 +9,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.few_bits import MX_BLOCK, NF4_BLOCK
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -30,7 +31,7 @@ from llmq.ops.cuda.launch import (
 )
 from llmq.ops.seam import Arguments
 from llmq.scaling import Nested
-from llmq.tensor import LARGEST, Output, Tensor
+from llmq.tensor import LARGEST
 
 TRANSPOSED = 64  # rows of a tile that is written transposed (cast.cu)
 AMAX_BLOCKS = 1056  # 8 per multiprocessor of an H200

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from llmq.comm.world import ALONE, World
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.copy import copy_bytes
 from llmq.ops.cuda.launch import Kernel, access, address, adds, launch, multiprocessors, plain, pointer, type_of
-from llmq.tensor import Form, Output, Tensor
+from llmq.tensor import Form
 
 if TYPE_CHECKING:
     from llmq.comm.nccl import NcclWorld

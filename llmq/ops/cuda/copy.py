@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import Kernel, address
-from llmq.tensor import Output, Tensor
 
 
 def copy_to_host(out: Output, /, x: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     AMAX,
     ROW,
@@ -21,7 +22,6 @@ from llmq.ops.cuda.launch import (
     room,
     type_of,
 )
-from llmq.tensor import Output, Tensor
 
 THREADS = (256, 512)  # of a block; the smaller ones, four to a multiprocessor, overlap their reads and writes better
 HELD = 10  # accesses of 16 bytes that a thread holds: 40 of its 64 registers

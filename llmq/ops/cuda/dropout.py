@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import Kernel, access, launch, plain, pointer, type_of
 from llmq.ops.reference.dropout import STEPS, dropped_steps
-from llmq.tensor import Output, Tensor
 
 THREADS = 256  # dropout.cu
 WORD = 0xFFFFFFFF

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     Kernel,
     access,
@@ -18,7 +19,6 @@ from llmq.ops.cuda.launch import (
     shared_bytes_limit,
     type_of,
 )
-from llmq.tensor import Output, Tensor
 
 THREADS, RANKERS = 128, 8  # embedding.cu
 PIECE, WARPS, STAGES = 64, 4, 8  # positions that a warp adds, warps of a block, rows that a warp has under way

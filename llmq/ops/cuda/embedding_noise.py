@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import GRID_SIDE, Kernel, access, launch, plain, pointer, type_of
-from llmq.tensor import Output, Tensor
 
 THREADS = 256  # embedding_noise.cu
 WORD = 0xFFFFFFFF

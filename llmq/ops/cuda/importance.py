@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, launch, plain, pointer, rows_of, type_of
-from llmq.tensor import Output, Tensor, num_norm_tiles
+from llmq.tensor import num_norm_tiles
 
 THREADS = 256  # importance.cu
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
 from llmq.ops.cuda.early import launch_early
 from llmq.ops.seam import Arguments
-from llmq.tensor import DTYPES, LARGEST, Form, Output, Tensor
+from llmq.tensor import DTYPES, LARGEST, Form
 
 TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
 SIZES = {"bf16": 2, "e4m3": 1, "int8": 1, "uint8": 1}  # bytes; of others 4

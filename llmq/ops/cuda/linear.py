@@ -18,10 +18,11 @@ from operator import or_
 from typing import Any
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemm, Gemms, Matrix, Pointers
 from llmq.ops.cuda.launch import Kernel, room
 from llmq.ops.seam import record
-from llmq.tensor import DTYPES, Form, Output, Ref, Tensor
+from llmq.tensor import DTYPES, Form, Ref
 
 SCALES = {"delayed": "tensor", "current": "tensor", "rowwise": "row", "blockwise": "block", "tilewise": "tile"}
 NAMES = {DTYPES[name]: name for name in BYTES}

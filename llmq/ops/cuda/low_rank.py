@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     STATIC_BYTES,
@@ -23,7 +24,6 @@ from llmq.ops.cuda.launch import (
 )
 from llmq.ops.seam import Arguments
 from llmq.sites.lora import ONE_PASS, takes_one_pass
-from llmq.tensor import Output, Tensor
 
 THREADS, TOKENS, COLUMNS = 256, 64, 128  # low_rank.cu
 HALF_COLUMNS = 64  # swiglu_low_rank.cu

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     COL,
@@ -30,7 +31,7 @@ from llmq.ops.cuda.launch import (
 )
 from llmq.ops.seam import Arguments
 from llmq.scaling import BLOCK
-from llmq.tensor import NORM_ROWS, Output, Tensor, num_norm_tiles
+from llmq.tensor import NORM_ROWS, num_norm_tiles
 
 SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
 NORM_THREADS = 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, adds, launch, plain, pointer, type_of
-from llmq.tensor import Output, Tensor
 
 THREADS = 256  # output_gain.cu
 

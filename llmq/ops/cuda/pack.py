@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.few_bits import DYNAMIC, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, address, launch, pointer, rows_of, type_of
 from llmq.scaling import BLOCK
-from llmq.tensor import Output, Tensor
 
 THREADS, SUMMED = 256, 1024  # pack.cu and nest.cu
 FORMATS = {"absmax": 0, "exponents": 1, "powers": 2}  # of pack.cu, by scaling

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     SUM_THREADS,
     SUMS_ROWS,
@@ -23,7 +24,6 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 THREADS, WARPS, STEPS, TILE_WIDTH, WARP, SUM_SIDE = 256, 8, 2, 128, 32, 8  # qk_norm.cu
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, address, launch, plain, pointer, room, type_of
-from llmq.tensor import Output, Tensor
 
 BLOCKS, THREADS, FIELDS = 1024, 256, 6
 SCRATCH_BYTES = BLOCKS * FIELDS * 4  # six numbers per block

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
@@ -25,7 +26,6 @@ from llmq.ops.cuda.launch import (
 )
 from llmq.ops.cuda.pack import FORMATS, pack
 from llmq.scaling import BLOCK
-from llmq.tensor import Output, Tensor
 
 THREADS, HELD_PACKS = 256, 8  # quantize.cu
 PER = {"blockwise": 0, "tilewise": 1, "rowwise": 2}  # of the kernel over tiles, where "rowwise" is a column's

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     COL,
     STATIC_BYTES,
@@ -28,7 +29,6 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 PARTS = 512  # blocks of the backward pass, and partial rows of the weight's gradient: about 4 blocks per multiprocessor
 HELD = 4  # accesses of a row that a lane holds at most

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     COL,
     SUMS,
@@ -22,7 +23,6 @@ from llmq.ops.cuda.launch import (
     type_of,
 )
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 
 def rope_forward(

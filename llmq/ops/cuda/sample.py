@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, capability, launch, plain, pointer, type_of
-from llmq.tensor import Output, Tensor
 
 THREADS, CLUSTER = 1024, 8
 WORD = 0xFFFFFFFF

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import (
     SUM_COLUMNS,
@@ -23,7 +24,6 @@ from llmq.ops.cuda.launch import (
     rows_of,
     type_of,
 )
-from llmq.tensor import Output, Tensor
 
 FORWARD_ROWS = 32  # scale_columns.cu
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.launch import (
     TILE_ROWS,
     TILE_THREADS,
@@ -16,7 +17,6 @@ from llmq.ops.cuda.launch import (
     tiles,
     type_of,
 )
-from llmq.tensor import Output, Tensor
 
 
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import Kernel, access, kind_of, launch, multiprocessors, plain, pointer, size_of, type_of
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 WARPS, MOST_TOKENS = 8, 4
 MOST_ACCESSES = 8  # of 16 bytes that a lane has under way

@@ -7,10 +7,10 @@ import math
 import numpy as np
 
 from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.launch import GRID_SIDE, Kernel, access, adds, launch, plain, pointer, rows_of, type_of
 from llmq.ops.seam import Arguments
-from llmq.tensor import Output, Tensor
 
 THREADS = 128  # virtual_tokens.cu
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import Temporaries
-from llmq.tensor import Output, Tensor
 
 QUERY_BLOCK = 64  # queries of one head per block: the scores of a block of a short sequence stay in the L2 cache
 

@@ -6,9 +6,9 @@ packed row of q, k and v after the rotary embedding.
 
 import numpy as np
 
+from llmq.operands import Output, Tensor, round_to
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import Temporaries
-from llmq.tensor import Output, Tensor, round_to
 
 
 def _temporaries(a: Temporaries) -> int:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmq.operands import Output, Tensor, slices
 from llmq.ops.seam import op
 from llmq.ops.temporaries import Temporaries
 from llmq.scaling import scale_from
-from llmq.tensor import Output, Tensor, slices
 
 
 def _temporaries(a: Temporaries) -> int:

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.comm.world import ALONE, World
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="collectives", lane="comm", gathers=True, copies=True, is_collective=True)

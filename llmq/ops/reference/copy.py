@@ -3,8 +3,8 @@
 Each direction has a lane of its own: a link moves both at once.
 """
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="copies", lane="to_host", copies=True)

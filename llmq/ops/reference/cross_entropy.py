@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor, slices
 from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise, if_whole
-from llmq.tensor import IGNORED, Output, Tensor, slices
+from llmq.tensor import IGNORED
 
 
 @op(

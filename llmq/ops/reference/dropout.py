@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.random import DROPOUT, random_words
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 STEPS = 1 << 16  # a rate is a multiple of its reciprocal
 

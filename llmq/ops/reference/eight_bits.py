@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.tensor import Tensor
+from llmq.operands import Tensor
 
 E4M3, INT8, UINT8 = (126, 448.0), (127, 127.0), (255, 255.0)  # the largest code of a magnitude, and its value
 DROPPED, BIAS = 20, 960  # bits of an f32 that e4m3 lacks; (127 - 7) << 3, between their exponents

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
-from llmq.tensor import DTYPES, Output, Ref, Tensor
+from llmq.tensor import DTYPES, Ref
 
 
 def _unused_rows(table: Ref, call: Arguments) -> int:

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.random import EMBEDDING, random_words
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="embedding", shares={"out": "res"}, temporaries=lambda a: a.copies("res") + 5 * a.size("res"))

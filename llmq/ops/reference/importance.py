@@ -8,8 +8,9 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import NORM_ROWS, Output, Tensor
+from llmq.tensor import NORM_ROWS
 
 
 @op(family="adapters", temporaries=lambda a: 4 * a.size("coefficient") + math.prod(a.inputs["targets"].shape))

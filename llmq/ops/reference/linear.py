@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import product
-from llmq.tensor import Output, Tensor
 
 
 def _multiply_adds(call: Arguments) -> int:

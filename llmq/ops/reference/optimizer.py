@@ -8,11 +8,12 @@ import math
 
 import numpy as np
 
+from llmq.operands import SLICE, Output, Tensor, slices
 from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.ops.seam import op
 from llmq.ops.temporaries import Temporaries
-from llmq.tensor import DTYPES, NORM_ROWS, SLICE, Output, Tensor, slices
+from llmq.tensor import DTYPES, NORM_ROWS
 
 
 @op(family="optimizer", for_each_row=True)

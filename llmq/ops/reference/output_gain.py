@@ -7,8 +7,8 @@ W, b of B: W + s B A is never made.
 
 import numpy as np
 
+from llmq.operands import Output, Tensor, slices
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor, slices
 
 
 # The weight is read in slices.

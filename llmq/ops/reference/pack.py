@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from llmq.few_bits import NF4_BLOCK, unpacked
+from llmq.operands import Output, Tensor, round_to
 from llmq.ops.seam import op
 from llmq.scaling import BLOCK, Nested
-from llmq.tensor import Output, Tensor, round_to
 
 
 @op(family="quantize")

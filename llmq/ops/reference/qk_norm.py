@@ -5,9 +5,10 @@ qkv (B,T,(Hq+2Hkv)*Hd) holds the query heads, then the key heads, then the value
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import elementwise
-from llmq.tensor import Output, Tensor, stored_bytes
+from llmq.tensor import stored_bytes
 
 
 @op(family="norms", temporaries=elementwise("out", 2, "qkv", held=1))

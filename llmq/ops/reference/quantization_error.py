@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import DTYPES, LARGEST, Output, Tensor
+from llmq.tensor import DTYPES, LARGEST
 
 HALF_STEP = (
     1 / 28,

@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
 from llmq.scaling import scale_from
-from llmq.tensor import Output, Tensor
 
 
 @op(family="quantize", cast_from={"out": "x"}, temporaries=lambda a: a.copies("x") + max(a.size("x"), a.writing("out")))
 def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
-    """out, in every wanted form with its scales (`llmq.tensor.own_scales`), and scale (1,) <- x (like out).
+    """out, in every wanted form with its scales (`llmq.operands.own_scales`), and scale (1,) <- x (like out).
 
     `scale` is that of `amax_scale`, for other copies of x: amax(|x|) / limit, 1 if amax is 0 or not finite.
     """

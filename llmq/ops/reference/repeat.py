@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="copies")

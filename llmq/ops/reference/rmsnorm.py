@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise
-from llmq.tensor import Output, Tensor
 
 
 @op(family="norms", forms={"x"}, temporaries=elementwise("x", 2, "res"))

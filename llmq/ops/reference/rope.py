@@ -6,9 +6,10 @@ The table (`llmq.model.rope.rope_table`) holds cos and sin of every angle.
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import turn
-from llmq.tensor import Output, Tensor, stored_bytes
+from llmq.tensor import stored_bytes
 
 
 def _value_heads(call: Arguments) -> int:

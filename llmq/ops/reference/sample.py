@@ -7,9 +7,9 @@ sequence, position, token), so a sequence gets the same tokens in any batch.
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.random import SAMPLING, random_words
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="head", temporaries=lambda a: a.copies("logits") + 4 * a.size("out"))

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
-from llmq.tensor import Output, Tensor
 
 
 @op(family="adapters", shares={"y": "residual"}, temporaries=lambda a: a.copies("x", "residual") + a.size("y"))

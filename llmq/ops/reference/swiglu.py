@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.linear import low_rank_backward
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import Temporaries, elementwise, product
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 
 @op(family="swiglu", forms={"act"}, temporaries=elementwise("act", 2, "gate_up"))

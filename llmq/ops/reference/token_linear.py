@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.reference.linear import linear_forward
 from llmq.ops.reference.rmsnorm import rmsnorm_forward
 from llmq.ops.reference.swiglu import swiglu_forward
 from llmq.ops.seam import op
 from llmq.ops.temporaries import product
-from llmq.tensor import DTYPES, Output, Tensor
+from llmq.tensor import DTYPES
 
 
 # NumPy needs what the linear map needs, and what lies before and after it.

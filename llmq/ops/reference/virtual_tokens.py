@@ -6,8 +6,9 @@ the last channels of packed heads.
 
 import numpy as np
 
+from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
-from llmq.tensor import DTYPES, Output, Tensor, stored_bytes
+from llmq.tensor import DTYPES, stored_bytes
 
 
 def _others(call: Arguments) -> int:
