@@ -251,6 +251,18 @@ def test_block_code_is_straight_lines(module):
     assert not wrong
 
 
+@pytest.mark.parametrize("module", [*below("blocks", "sites"), "llmq.model.decoder"])
+def test_block_code_is_typed(module):
+    """mypy reads every call of an op: `ops` are `Ops`, and no parameter beside them is `Any`."""
+    wrong = []
+    for function in ast.walk(tree(modules()[module])):
+        if isinstance(function, ast.FunctionDef):
+            given = {one.arg: ast.unparse(one.annotation) for one in function.args.args if one.annotation}
+            if "ops" in given and (given["ops"] != "Ops" or "Any" in given.values()):
+                wrong.append(function.name)
+    assert not wrong
+
+
 @pytest.mark.skipif("llmq.options.parse" not in modules(), reason="no options yet")
 def test_every_option_section_has_one_reader():
     sections = {
