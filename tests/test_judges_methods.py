@@ -13,18 +13,23 @@ import torch
 import transformers
 from adapter_cases import export_of
 from golden import families, transformers_judge
-from golden.engines import FP32, FP64, relative_errors
+from golden.engines import FP32, FP64
 from golden.peft_judge import (
     ALPHA,
     LENGTH,
     RANK,
+    adamw_of,
+    assert_close,
     assert_same_logits,
     by_name,
     drawn,
     engine_of,
     export_base,
     hyper,
+    loaded,
     ours,
+    step_of,
+    trained,
 )
 from peft.tuners.lora import eva
 from peft.utils.incremental_pca import IncrementalPCA
@@ -136,7 +141,7 @@ GAINS = {
 )
 def test_gains_are_those_of_peft(family, kind, tmp_path):
     """Losses, gradients in f64 and f32, 20 steps of AdamW, folders both ways, the merged model."""
-    config, a = families.FAMILIES[family], families.ADAMW
+    config = families.FAMILIES[family]
     parsed, weights, (tokens, marks) = read_config(config), families.weights(config), drawn(config, 1)
     modules = chosen(",".join(GAINS[kind]["target_modules"]), parsed)
     inward = {module.name for module in modules if module.key in GAINS[kind]["feedforward_modules"]}
@@ -156,29 +161,26 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
     with transformers_judge.doubled():
         model = made("float64")
         loss = transformers_judge.backward(model, tokens, marks)
-        gradients = {ours(n): p.grad.numpy() for n, p in model.named_parameters() if p.requires_grad}
+        gradients = trained(model, lambda p: p.grad)
         runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
         count = np.count_nonzero(marks != -100)
         for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
             run.micro_step(Batch(tokens, marks))
             found = {name: value / count for name, value in by_name(run, run.gradient).items()}
-            errors = relative_errors(found, gradients)
-            assert max(errors.values()) < bound, max(errors, key=errors.get)
+            assert_close(found, gradients, bound)
             assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
         model = made("float64")
         runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
-        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "weight_decay": 0.0}
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False, **about)
+        optimizer = adamw_of(model, lambda p: False)
         for step in range(1, families.STEPS + 1):
             loss = transformers_judge.backward(model, *drawn(config, step))
-            optimizer.param_groups[0]["lr"] = families.learning_rate(step)
-            optimizer.step()
+            step_of(optimizer, step)
             for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
                 run.micro_step(Batch(*drawn(config, step)))
                 assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        right = {ours(n): p.detach().numpy() for n, p in model.named_parameters() if p.requires_grad}
+        right = trained(model)
     for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
+        assert_close(by_name(run, run.parameter), right, bound)
     export_base(config, tmp_path / "base")
     theirs, source = made("float32"), find_source(str(tmp_path / "base"))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -202,7 +204,7 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
 @pytest.mark.parametrize("text", ["*.bias", "layers.1.mlp,norm"])
 def test_a_part_of_the_model_is_trained_as_by_torch(text):
     """BitFit's biases, or a layer: 20 steps of AdamW in f64 and in f32."""
-    config, a = families.FAMILIES["qwen2"], families.ADAMW
+    config = families.FAMILIES["qwen2"]
     parsed, weights = read_config(config), families.weights(config)
     frozen = left_out(text, parsed)
     kept = {part.name for row in parameter_rows(parsed) if row.name not in frozen for part in row.parts}
@@ -214,30 +216,18 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
         runs = []
         for precision in (FP64, FP32):
             spec = Spec(parsed, precision, Memory(), hyper(), families.BATCH, LENGTH, frozen=frozen)
-            runs.append(Engine(make_plan(spec), HostBackend()))
-            values = {row.name: np.zeros(row.shape) for row in runs[-1].plan.rows}
-            for row in runs[-1].plan.rows:
-                for part in row.parts:
-                    values[row.name].reshape(row.part_axes)[part.start : part.stop] = named[part.name]
-            runs[-1].load([(row, values[row.name]) for row in runs[-1].plan.rows])
-        groups = [
-            {"params": [p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == matrix], "weight_decay": w}
-            for matrix, w in ((True, a["weight_decay"]), (False, 0.0))
-        ]
-        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
-        optimizer = torch.optim.AdamW([group for group in groups if group["params"]], **about)
+            runs.append(loaded(spec, lambda row: named))
+        optimizer = adamw_of(model)
         for step in range(1, families.STEPS + 1):
             optimizer.zero_grad()
             loss = transformers_judge.backward(model, *drawn(config, step))
-            for group in optimizer.param_groups:
-                group["lr"] = families.learning_rate(step)
-            optimizer.step()
+            step_of(optimizer, step)
             for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
                 run.micro_step(Batch(*drawn(config, step)))
                 assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        right = {name: p.detach().numpy() for name, p in model.named_parameters() if name in kept}
+        right = trained(model)
     for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-        assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
+        assert_close(by_name(run, run.parameter), right, bound)
 
 
 @pytest.mark.parametrize("rho", [1.0, 2.0])

@@ -1,8 +1,8 @@
 """The base of an adapter: which weights a run trained it on and how they were held, as its folder has them, and which
 adapters a merged model has.
 
-`llmq_base.json` stands beside PEFT's two files, which have no place for it; PEFT does not read it. A merged model has
-`llmq_merged.json`, with the fingerprints of its adapters.
+PEFT's two files have no place for it: it is in `llmq_base.json` beside them, which PEFT does not read. A merged model
+has `llmq_merged.json`, with the fingerprints of its adapters.
 """
 
 from __future__ import annotations

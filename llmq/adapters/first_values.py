@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmq.adapters.method import Method
 
 TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
-WHOLE = 512  # matrices of up to so many rows or columns are decomposed as a whole
+WHOLE = 512  # rows or columns up to which a matrix is decomposed as a whole
 OVERSAMPLED, BLOCKS = 8, 8  # directions beside the rank, and powers, of the Krylov space of larger ones
 OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
 GIVEN = "eva"  # the init of what was made before

@@ -60,7 +60,7 @@ from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedAdapter, LoraAdapter, LowRank
 
 INITS = {"kaiming": True, "eva": True}  # as PEFT's config has it, where its word is another
-SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that leave the model as it is
+SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that do not change the model
 _Number = TypeVar("_Number", int, float)
 
 
@@ -205,7 +205,7 @@ class Lora(Method):
         return found
 
     def without_dropout(self) -> Lora:
-        """The same as it is evaluated."""
+        """The same without dropout, as in evaluation."""
         return replace(self, dropout=0.0)
 
     def trains(self, row: Row) -> bool:

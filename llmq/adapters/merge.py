@@ -134,7 +134,7 @@ def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.nda
 @dataclass(frozen=True)
 class MergedExport(Export):
     """The export of a run's model with its `adapters` merged into what the run trained on: `held` are the run's rows,
-    and what is read of a quantized one is what it stands for."""
+    of which quantized ones are read dequantized."""
 
     adapters: Method = NO_ADAPTERS
     held: Sequence[Row] = ()

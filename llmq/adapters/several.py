@@ -99,7 +99,7 @@ class Several(Method):
         }
 
     def without_dropout(self) -> Several:
-        """The same as it is evaluated."""
+        """The same without dropout, as in evaluation."""
         quiet = (replace(member, adapters=member.adapters.without_dropout()) for member in self.members)
         return replace(self, members=tuple(quiet))
 
@@ -141,7 +141,7 @@ class Several(Method):
 
 
 def alike(adapters: Lora, count: int, batch_size: int) -> Several:
-    """So many equal adapters, which share the rows of a micro-batch; it must have a multiple of them."""
+    """`count` equal adapters, which share the rows of a micro-batch: `batch_size` must be a multiple of that."""
     assert batch_size % count == 0, f"{batch_size} rows for {count} adapters"
     members = (Member(f"adapter-{n + 1}", replace(adapters, base=None), batch_size // count, n) for n in range(count))
     return Several(tuple(members), base=adapters.base)

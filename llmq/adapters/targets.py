@@ -27,8 +27,8 @@ WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
 
 @dataclass(frozen=True)
 class Module:
-    """A linear map of Hugging Face's with so many `inputs`: outputs [start, stop) of a site, of which it has `outputs`
-    and the others are padding."""
+    """A linear map of Hugging Face's: outputs [start, stop) of a site, of which it has `outputs` and the others are
+    padding."""
 
     name: str  # model.layers.0.self_attn.q_proj
     site: str
@@ -93,7 +93,7 @@ def _outputs(config: ModelConfig) -> dict[str, int]:
 
 
 def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tuple[Module, ...]:
-    """The modules that `all`, `attention`, `mlp`, names or patterns with commas between stand for.
+    """The modules that `all`, `attention`, `mlp`, names or patterns with commas between name.
 
     A name is a whole one, or its last parts (`q_proj`, `layers.3.mlp.up_proj`); a pattern has `*`, `?` or `[...]`.
     UsageError for one that matches nothing.

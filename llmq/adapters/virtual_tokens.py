@@ -1,4 +1,4 @@
-"""Virtual tokens: trained vectors at N positions before every document, by which a frozen model is told what to do.
+"""Virtual tokens: trained vectors at N positions before every document, which instruct a frozen model.
 
 Prompt tuning (Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021) trains their embeddings.
 Prefix tuning (Li and Liang, "Prefix-Tuning: Optimizing Continuous Prompts for Generation", 2021; without its
@@ -35,7 +35,7 @@ from llmq.options.adapters import AdapterOptions
 from llmq.row import Part, Row
 
 PROMPT_ROW = "embed.prompt"
-VIRTUAL = -1  # stands for a virtual token among those of a prompt
+VIRTUAL = -1  # in place of a virtual token among those of a prompt
 TENSOR = "prompt_embeddings"
 
 
@@ -141,7 +141,7 @@ class Prompt(VirtualTokens):
         return PromptedEmbed(base, config.hidden_size, self.num_virtual)
 
     def with_own(self, rows: Sequence[Row], config: ModelConfig) -> Sequence[Row]:
-        """The rows of a model behind that of the virtual tokens."""
+        """That of the virtual tokens before the rows of a model."""
         part, shape = Part(TENSOR, 0, self.num_virtual), (self.num_virtual, config.hidden_size)
         return (Row(PROMPT_ROW, shape, (part,), "unit", decay=True, file=FILE), *rows)
 
@@ -174,7 +174,7 @@ class Prefix(VirtualTokens):
         return PrefixedRotary(base, self.num_virtual)
 
     def with_own(self, rows: Sequence[Row], config: ModelConfig) -> Sequence[Row]:
-        """The rows of a model, those of a layer behind its virtual tokens' keys and values."""
+        """The rows of a model; before those of a layer, its virtual tokens' keys and values."""
         found, done = [], set[int | None]([None])
         for row in rows:
             if row.layer not in done:

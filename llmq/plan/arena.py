@@ -71,5 +71,5 @@ def live_peak(lifetimes: Sequence[Lifetime]) -> int:
 
 
 def stored_dtype(ref: Ref) -> np.dtype:
-    """Dtype of the bytes that a Ref stands for."""
+    """Dtype of the bytes of a Ref."""
     return DTYPES[ref.form.dtype if ref.form else ref.dtype]

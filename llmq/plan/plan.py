@@ -142,7 +142,7 @@ class Plan:
         return {kind.name: kind.title for kind in reversed(self.spec.hyper.rule.states)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a parameter, whoever holds it."""
+        """Shape of a whole parameter."""
         return next(row.shape for row in self.rows if row.name == name)
 
     @property

@@ -97,7 +97,7 @@ class HostedMoments:
 
 
 def _slot(ops: Any, ref: Ref, place: str) -> Ref:
-    """A slot with what a Ref of the host stands for."""
+    """A slot with a copy of what is on the host."""
     slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
     return slot.in_form(ref.form)

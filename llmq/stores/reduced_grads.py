@@ -13,7 +13,7 @@ from llmq.stores.sharding import Sharding, Shards, part_of
 from llmq.tensor import NORM_ROWS, Ref
 
 SENT_WIDTHS = 16  # a gradient is compressed if its width is a multiple of this; others, and vectors, are small
-# Errors of what this rank sends in a step, as the op `quantization_error` gives them; whoever begins a step clears it.
+# Errors of what this rank sends in a step, as the op `quantization_error` gives them; the first micro-step clears it.
 SENT_ERROR = Ref("sent_error", "cell", (6,), "fp32")
 
 
@@ -54,8 +54,8 @@ class ReducedGrads(ReplicatedGrads):
         return {row.name: refs[row.name] for row in self._shards.rows if part_of(row) == part}
 
     def _sum(self, ops: Any, whole: Mapping[str, Ref], shares: Mapping[str, Ref]) -> None:
-        """Shares <- the sums over ranks of whole gradients, by row name. Collectives stand together: a backend may make
-        them as one."""
+        """Shares <- the sums over ranks of whole gradients, by row name. Collectives follow each other: a backend may
+        make them as one."""
         bounds = self._shards.bounds
         sent = {name: self._sent(ops, ref) for name, ref in whole.items()}
         if not self._sharding.all_to_all:

@@ -77,7 +77,7 @@ class GatheredWeights(ReplicatedWeights):
         return slots
 
     def _gather(self, ops: Any, whole: Mapping[str, Ref], phase: str) -> None:
-        """Whole rows, by name, <- all ranks' shares. Collectives stand together, after what comes from the host."""
+        """Whole rows, by name, <- all ranks' shares. Collectives follow each other, after what comes from the host."""
         shares = {name: fetched(ops, self._own[name], f"{phase}/share") for name in whole}
         for name, ref in whole.items():
             ops.all_gather(ref, shares[name], bounds=self._shards.bounds[name])

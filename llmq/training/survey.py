@@ -1,7 +1,7 @@
 """What a method of adaptation finds out on a run's first batches before it is planned.
 
-The model as it is, with its base as the run holds it, is planned for that alone, without fp8 and what is trained, and
-leaves the device again. The first rank does it and tells the others; a run that resumes has it from its checkpoint.
+The model without the method, with its base as the run holds it, is planned for that alone, without fp8, and leaves the
+device again. The first rank does it for all; a run that resumes has it from its checkpoint.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Surveyed:
             self.first.update({part.name: whole[part.start : part.stop] for part in row.parts})
 
 
-def found_before(adapters: Method, *told: Mapping[str, Any]) -> Surveyed | None:
+def found_before(adapters: Method, *earlier: Mapping[str, Any]) -> Surveyed | None:
     """What a checkpoint or the first rank has of an earlier look, or that there is nothing to find; None: look."""
     if not adapters.looks:
         return Surveyed()
-    known = next((one["ranks"] for one in told if one.get("ranks")), None)
+    known = next((one["ranks"] for one in earlier if one.get("ranks")), None)
     if known is None:
         return None
     return Surveyed({name: (int(rank), float(alpha)) for name, (rank, alpha) in known.items()})
@@ -80,7 +80,7 @@ def look(
 
 @dataclass
 class RunBatches:
-    """The first batches of a run, of which so many have been `seen`."""
+    """The first batches of a run, and how many of them have been `seen`."""
 
     spec: Spec
     data: Data
@@ -158,7 +158,7 @@ def _as_it_is(spec: Spec, trained: Collection[str] = ()) -> Spec:
 
 
 class Tap:
-    """A site as it is, which notes the name of the slot that it reads: `tapped` has its own by that."""
+    """A site that also notes the slot that it reads: `tapped` has the name of the site by that of the slot."""
 
     def __init__(self, spec: Spec, name: str, tapped: dict[str, str]) -> None:
         self._site: Site = site_of(spec, name)

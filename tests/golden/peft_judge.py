@@ -7,6 +7,7 @@ import torch
 from tiny_engines import next_logits
 
 from golden import families, transformers_judge
+from golden.engines import relative_errors
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
 from llmq.files.huggingface import Export
@@ -66,6 +67,29 @@ def by_name(engine, read):
             value = read(row.name).reshape(row.part_axes).astype(np.float64)
             found |= {part.name: value[part.start : part.stop] for part in row.parts}
     return found
+
+
+def adamw_of(model, decays=lambda p: p.ndim > 1):
+    """AdamW of what is trained, with the weight decay of all runs where `decays`."""
+    a, own = families.ADAMW, [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in own if decays(p) == is_decayed], "weight_decay": decay}
+        for is_decayed, decay in ((True, a["weight_decay"]), (False, 0.0))
+    ]
+    about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
+    return torch.optim.AdamW([group for group in groups if group["params"]], **about)
+
+
+def step_of(optimizer, step):
+    """A step with the rate of all runs."""
+    for group in optimizer.param_groups:
+        group["lr"] = families.learning_rate(step)
+    optimizer.step()
+
+
+def assert_close(found, right, bound):
+    errors = relative_errors(found, right)
+    assert max(errors.values()) < bound, max(errors, key=errors.get)
 
 
 def drawn(config, index):

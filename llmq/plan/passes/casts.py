@@ -101,7 +101,7 @@ def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, 
 def _source(call: Call, output: str, later: Sequence[Form] = ()) -> Ref:
     """The value that copies of an output are made of: itself, what a cast reads, or another output of the same call.
 
-    Where a cast reads what is itself scaled, copies of `later` that own scales come from the value that it stands for.
+    Where a cast reads what is itself scaled, copies of `later` that own scales come from its value.
     """
     op = record(call.op)
     found = dict(zip(op.outputs, (result.ref if result else None for result in call.outputs), strict=True))

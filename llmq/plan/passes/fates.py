@@ -1,6 +1,6 @@
-"""Which intermediates are kept for backward, which are dropped and made anew, and which wait on the host.
+"""Which intermediates are kept for backward, which are dropped and made again, and which wait on the host.
 
-A slot of a layer is dropped when one of its roles is; what backward reads of it is then made anew by its producer,
+A slot of a layer is dropped when one of its roles is; what backward reads of it is then made again by its producer,
 whose inputs are needed in turn. A copy (a quantized form) whose value is there anyway is dropped as well: casting it
 again costs less than keeping it. An offloaded slot is read in backward from its second life, as a dropped one is, but
 comes from the host.
@@ -22,7 +22,7 @@ Item = tuple[str, Form | None]  # a slot in a form
 
 @dataclass(frozen=True)
 class Fates:
-    """What backward reads of each slot: `kept` from forward, `offloaded` to the host and fetched, or made anew: the
+    """What backward reads of each slot: `kept` from forward, `offloaded` to the host and fetched, or made again: the
     `dropped` forms by slot, of which those of slots in `copies` are cast from the value."""
 
     kept: frozenset[Item] = frozenset()
@@ -87,7 +87,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
 
 
 def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
-    """Of the replayed calls those that make something anew, which is then read in its second life."""
+    """Of the replayed calls those that make something again, which is then read in its second life."""
     second = {name: set(forms) for name, forms in fates.dropped.items()}
     for name, form in fates.offloaded:
         second.setdefault(name, set()).add(form)

@@ -11,7 +11,7 @@ from llmq.ops.record import Call
 from llmq.tensor import Ref, stored_bytes
 
 MOST_TOKENS = 4  # with more, reading x takes as long as reading the weight from memory
-MOST_NORM_BYTES = 96 * 1024  # of tokens: a block of any GPU has room for so many
+MOST_NORM_BYTES = 96 * 1024  # of tokens, for which a block of any GPU has room
 
 Reads = Mapping[Ref | None, int]  # how many calls read a tensor
 

@@ -19,8 +19,8 @@ Halves = Mapping[Rows, tuple[int, int]]  # by their rows, where the gradients of
 def join(calls: Sequence[Call]) -> list[Call]:
     """The calls with `swiglu_low_rank_backward` in place of `swiglu_backward` and a `low_rank_backward` of each half.
 
-    Where the gradient is read in rows alone, and the adapters of gate and up have one rank. It stands where
-    `swiglu_backward` stood. Of several adapters, which have rows each, there is one for each of them.
+    Where the gradient is read in rows alone, and the adapters of gate and up have one rank. It takes the place of
+    `swiglu_backward`. Of several adapters, which have rows each, there is one for each of them.
     """
     if not any(call.op == READER for call in calls):
         return list(calls)
@@ -97,7 +97,7 @@ def _rank(call: Call) -> int:
 
 
 def _may_move(calls: Sequence[Call], to: int, places: Sequence[int]) -> bool:
-    """Whether calls may be made together with the one at `to`, before what stands between: nothing there touches what
+    """Whether calls may be made together with the one at `to`, before the calls between: none of these touches what
     they write, nor writes what they read."""
     moved = set(places)
     for place in places:
