@@ -40,6 +40,7 @@ from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import merge
+from llmq.adapters.part import PartOfModel
 from llmq.adapters.peft import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
@@ -48,7 +49,7 @@ from llmq.engine.engine import Engine
 from llmq.files.source import find_source, open_parameters
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.parameters import left_out, parameter_rows
+from llmq.model.parameters import parameter_rows
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
@@ -206,8 +207,8 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
     """BitFit's biases, or a layer: 20 steps of AdamW in f64 and in f32."""
     config = families.FAMILIES["qwen2"]
     parsed, weights = read_config(config), families.weights(config)
-    frozen = left_out(text, parsed)
-    kept = {part.name for row in parameter_rows(parsed) if row.name not in frozen for part in row.parts}
+    adapters = PartOfModel.named(text, parsed)
+    kept = {part.name for row in adapters.rows(parameter_rows(parsed), parsed) if row.trainable for part in row.parts}
     with transformers_judge.doubled():
         model = transformers_judge.model_of(config, weights, "float64")
         for name, parameter in model.named_parameters():
@@ -215,7 +216,7 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
         named = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
         runs = []
         for precision in (FP64, FP32):
-            spec = Spec(parsed, precision, Memory(), hyper(), families.BATCH, LENGTH, frozen=frozen)
+            spec = Spec(parsed, precision, Memory(), hyper(), families.BATCH, LENGTH, adapters=adapters)
             runs.append(loaded(spec, lambda row: named))
         optimizer = adamw_of(model)
         for step in range(1, families.STEPS + 1):

@@ -160,8 +160,8 @@ class Method:
         """What multiplies the learning rate of a row."""
         return 1.0
 
-    def is_frozen(self, row: str, frozen: frozenset[str]) -> bool:
-        """Whether a row of the model gets no gradient, in a run that leaves these `frozen`."""
+    def is_frozen(self, row: str) -> bool:
+        """Whether a row of the model gets no gradient."""
         return row not in self.also
 
     def groups(self, hyper: Hyperparameters, seed: int, rows: Sequence[Row]) -> Iterator[Group]:
@@ -271,7 +271,7 @@ class Method:
 
 @dataclass(frozen=True)
 class NoAdapters(Method):
-    """The run that trains the model, or a part of it."""
+    """The run that trains the model."""
 
     freezes = False
 
@@ -279,9 +279,9 @@ class NoAdapters(Method):
         """The rows of the model."""
         return tuple(rows)
 
-    def is_frozen(self, row: str, frozen: frozenset[str]) -> bool:
-        """Whether it is among those."""
-        return row in frozen
+    def is_frozen(self, row: str) -> bool:
+        """None is."""
+        return False
 
     def must_match(self) -> dict[str, Any]:
         """Nothing."""

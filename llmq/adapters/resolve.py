@@ -17,7 +17,7 @@ from llmq.adapters.several import Several, member_of
 from llmq.files.source import ModelSource, Values, drawn
 from llmq.model.config import ModelConfig
 from llmq.model.held import HeldBase
-from llmq.model.parameters import left_out, num_parameters
+from llmq.model.parameters import num_parameters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.sweep import MemberOptions
 from llmq.row import Row
@@ -48,11 +48,6 @@ def _stored(options: AdapterOptions, folder: Path, config: ModelConfig) -> Metho
         return found
     dropout = found.dropout if options.lora_dropout is None else options.lora_dropout
     return replace(found, dropout=dropout, plus=options.lora_plus_ratio or 1.0)
-
-
-def frozen(options: AdapterOptions, config: ModelConfig) -> frozenset[str]:
-    """The names of the model's rows that --train-only leaves frozen. UsageError."""
-    return frozenset() if options.train_only is None else left_out(options.train_only, config)
 
 
 def merges(options: AdapterOptions) -> bool:

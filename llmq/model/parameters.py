@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
-from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.row import Part, Row
 
@@ -48,32 +46,6 @@ def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...
     groups = [(site, list(rows)) for site, rows in groupby(parameter_rows(config), key=lambda row: row.site)]
     groups += [] if any(site == HEAD for site, _ in groups) else [(HEAD, [])]
     return tuple(row for site, rows in groups for row in (sites[site].rows(rows) if site else rows))
-
-
-def left_out(text: str, config: ModelConfig, option: str = "--train-only") -> frozenset[str]:
-    """The names of all rows but those of which Hugging Face's names match `text`: names or patterns, with commas.
-
-    A name is a parameter's or a module's, whole or its last parts. UsageError for one that matches nothing, and where
-    only a part of a row would be trained. `*.bias` is BitFit (Ben Zaken et al., "BitFit: Simple Parameter-efficient
-    Fine-tuning for Transformer-based Masked Language-models", 2022).
-    """
-    rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
-
-    def is_named(name: str, by: str) -> bool:
-        forms = (by, f"*.{by}", f"{by}.*", f"*.{by}.*")
-        return any(fnmatchcase(name, form) for form in forms)
-
-    hits = {part.name: [by for by in wanted if is_named(part.name, by)] for row in rows for part in row.parts}
-    if unknown := [by or "''" for by in wanted if not any(by in found for found in hits.values())]:
-        example = ", ".join(part.name for row in rows[1:4] for part in row.parts)
-        raise UsageError(
-            f"{option} {', '.join(unknown)}: no parameter of the model has such a name; some are {example}"
-        )
-    kept = {row.name: [bool(hits[part.name]) for part in row.parts] for row in rows}
-    if cut := [row for row in rows if any(kept[row.name]) and not all(kept[row.name])]:
-        names = ", ".join(part.name for part in cut[0].parts)
-        raise UsageError(f"{option} {text} names a part of {names}, which llmq holds as one: name all of them, or none")
-    return frozenset(name for name, found in kept.items() if not any(found))
 
 
 def rows_of_file(rows: Iterable[Row], file: str = "model") -> tuple[Row, ...]:

@@ -48,7 +48,7 @@ def site_of(spec: Spec, name: str) -> Site:
 def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
     """The parameters of a model, of which all are frozen but what the spec trains."""
     rows = spec.adapters.rows(fitted_rows(spec.config, model.sites), spec.config)
-    return tuple(_stored(spec, replace(row, trainable=row.trainable and row.name not in spec.frozen)) for row in rows)
+    return tuple(_stored(spec, row) for row in rows)
 
 
 def _stored(spec: Spec, row: Row) -> Row:

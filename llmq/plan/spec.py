@@ -35,8 +35,7 @@ class Spec:
 
     With `packing` every batch comes with the borders of its rows' documents; None: each row is one document. `observe`
     asks for the program that measures the errors of fp8 copies, if there are any, `completions` for those that write.
-    `sharding` says which of how many ranks this is, and what it holds. With `adapters` the model is frozen, else
-    the rows named in `frozen` are.
+    `sharding` says which of how many ranks this is, and what it holds. `adapters` say what is trained.
     """
 
     config: ModelConfig
@@ -51,14 +50,12 @@ class Spec:
     sharding: Sharding = ALONE
     completions: Completions | None = None
     adapters: Method = NO_ADAPTERS
-    frozen: frozenset[str] = frozenset()
     regularization: Regularization = UNREGULARIZED
 
     def light_s(self, peaks: Mapping[str, float]) -> float:
         """Seconds for a trained token at the speed of light, on a device with these peaks."""
-        adapters, dtype = self.adapters, self.precision.dtype
-        added, is_frozen = adapters.added_weights, lambda row: adapters.is_frozen(row, self.frozen)
-        return seconds_per_token(self.config, self.seq_len, peaks, dtype, added, is_frozen)
+        about = (self.precision.dtype, self.adapters.added_weights, self.adapters.is_frozen)
+        return seconds_per_token(self.config, self.seq_len, peaks, *about)
 
     def evaluated(self) -> Spec:
         """The run as it is evaluated, and as it writes: no noise, no dropout, and the loss of the data alone."""

@@ -65,7 +65,6 @@ class Facts:
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
             adapters.resolve(options.adapters, self.config, self.steps, self.members),
-            adapters.frozen(options.adapters, self.config),
             regularization.resolve(options.regularization),
         )
 

@@ -35,7 +35,6 @@ def must_match(run: Ready) -> dict[str, Any]:
         "model": spec.config.identity(),
         "parameters": {row.name: list(row.shape) for row in run.plan.rows},
         **({"frozen model": run.base} if run.plan.loaded_anew else {}),
-        **({"trained": run.options["train_only"]} if spec.frozen else {}),
         **spec.adapters.must_match(),
         **spec.hyper.rule.identity(),
         **spec.precision.identity(),

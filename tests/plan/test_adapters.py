@@ -24,6 +24,7 @@ from tiny_engines import (
 
 from llmq.adapters.ia3 import scaled
 from llmq.adapters.lora import Lora
+from llmq.adapters.part import PartOfModel
 from llmq.adapters.targets import chosen, targets, trained_in_full, without_head
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
@@ -34,7 +35,6 @@ from llmq.engine.predict import sustained
 from llmq.errors import UsageError
 from llmq.hardware import cards
 from llmq.model.held import room_bytes
-from llmq.model.parameters import left_out
 from llmq.model.presets import preset
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
@@ -361,8 +361,8 @@ def test_b_and_vectors_have_the_rate_of_lora_plus():
 
 @pytest.mark.parametrize("precision", [FP64, BF16, FP8["e4m3", "delayed"]], ids=["fp64", "bf16", "fp8"])
 def test_a_part_of_the_model_has_the_gradients_of_the_whole(precision):
-    frozen = left_out("*.bias,layers.1.mlp", tiny())
-    part, whole = engine_of(plan_of(precision, frozen=frozen)), engine_of(plan_of(precision))
+    biases = PartOfModel.named("*.bias,layers.1.mlp", tiny())
+    part, whole = engine_of(plan_of(precision, adapters=biases)), engine_of(plan_of(precision))
     trained = [row.name for row in part.plan.rows if row.trainable]
     of_mlp = [f"layers.1.mlp.{name}.weight" for name in ("up", "down")]
     assert trained == ["layers.0.attention.qkv.bias", "layers.1.attention.qkv.bias", *of_mlp]
@@ -373,16 +373,16 @@ def test_a_part_of_the_model_has_the_gradients_of_the_whole(precision):
 
 
 def test_a_layer_below_what_is_trained_has_no_backward_pass():
-    plan = plan_of(BF16, frozen=left_out("layers.1", tiny()))
+    plan = plan_of(BF16, adapters=PartOfModel.named("layers.1", tiny()))
     backward = [call for call in plan.programs["only"].calls if call.phase == "backward"]
     assert {call.outputs[0].ref.layer for call in backward if call.outputs[0] is not None} == {1, None}
 
 
 def test_parts_that_cannot_be_trained_alone_are_refused():
     with pytest.raises(UsageError, match=r"--train-only biases: no parameter .* some are model\.layers\.0\.input"):
-        left_out("biases,layers.0", tiny())
+        PartOfModel.named("biases,layers.0", tiny())
     with pytest.raises(UsageError, match=r"names a part of model\.layers\.0\.self_attn\.q_proj\.weight, .*as one"):
-        left_out("q_proj", tiny())
+        PartOfModel.named("q_proj", tiny())
 
 
 def test_a_quantized_base_is_not_kept_from_forward_to_backward():
