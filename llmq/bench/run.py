@@ -1,5 +1,6 @@
 """The runs of `llmq-bench`: each configuration planned, measured, and shown beside what is predicted.
 
+With `--gpus N` it starts a process for each GPU, each with the arguments of the command.
 Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
 as many as can be measured within LIMIT_S at the speed of those before. A measurement that takes longer is cut short.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -23,20 +25,42 @@ from llmq.bench.configuration import DEFAULTS, Configuration, fitting_plan, meas
 from llmq.bench.ranks import by_ranks
 from llmq.bench.request import DEFAULT_LEVEL, check, shared
 from llmq.bench.results import Change, compare, document, save
-from llmq.comm.environment import gpu_index, recognised
-from llmq.comm.join import copied_in_words, join_world
+from llmq.comm.environment import Place, gpu_index, recognised
+from llmq.comm.join import copied_in_words, drawn_token, join_world
+from llmq.comm.launch import Group, run_group
 from llmq.comm.world import ALONE, World
-from llmq.errors import MemoryLimitError
+from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import blas, device
+from llmq.hardware.cores import cores_of_ranks
 from llmq.hardware.device import Device
 from llmq.options.bench import BenchOptions
 from llmq.plan import sharding
 from llmq.plan.plan import Plan
 
+PROGRAM = "llmq.cli.start:bench"  # what every rank runs
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 LADDER_S = 10.0  # of them: single ops, after the steps
 START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
 CAUTION = 0.8  # of the last share of the speed of light is expected of the next
+
+
+def started(request: BenchOptions, training: Mapping[str, Any], arguments: Sequence[str]) -> int | None:
+    """The exit code of the processes that `--gpus` starts; None if this process is to measure.
+
+    What can be refused is refused here, once. UsageError also for GPUs that are not there.
+    """
+    if request.gpus == 1 or recognised(os.environ, request.gpus) is not None:
+        return None
+    if training.get("device") == "cpu":
+        raise UsageError(f"--gpus {request.gpus} counts GPUs, but --device is cpu: leave one of them out")
+    addresses = device.gpu_addresses(request.gpus)
+    num = len(addresses)
+    if num == 1:
+        return None
+    check(request, training, device.pick_device(shared(training).system), num)
+    with TemporaryDirectory(prefix="llmq-bench-") as logs:
+        first = Place(0, num, 0, num, "127.0.0.1", 0, drawn_token(), "--gpus")
+        return run_group(Group((PROGRAM, *arguments), first, Path(logs), cores_of_ranks(num, addresses)))
 
 
 def run(request: BenchOptions, training: Mapping[str, Any], command: str) -> int:

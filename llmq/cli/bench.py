@@ -91,8 +91,7 @@ def command(context: click.Context, **given: Any) -> int:
         _refuse_options_before(context)
         return 0
     asked = _asked(given)
-    from llmq.bench.run import run
-    from llmq.bench.start import started
+    from llmq.bench.run import run, started
 
     exit_code = started(*asked, context.meta[ARGUMENTS])
     return run(*asked, context.meta["command"]) if exit_code is None else exit_code

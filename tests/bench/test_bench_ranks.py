@@ -156,10 +156,10 @@ def test_tokens_of_a_step_are_whole_micro_batches_of_all(shape):
 
 def test_gpus_are_started_with_the_same_arguments(shape, monkeypatch, capsys):
     groups = []
-    monkeypatch.setattr("llmq.bench.start.run_group", lambda group: groups.append(group) or 7)
+    monkeypatch.setattr("llmq.bench.run.run_group", lambda group: groups.append(group) or 7)
     monkeypatch.setattr(device, "gpu_addresses", lambda gpus: ["0000:18:00.0", ""][: gpus or 1])
     monkeypatch.setattr(device, "pick_device", lambda options: CPU)
-    monkeypatch.setattr("llmq.bench.start.cores_of_ranks", lambda num, gpus: [frozenset()] * num)
+    monkeypatch.setattr("llmq.bench.run.cores_of_ranks", lambda num, gpus: [frozenset()] * num)
     sizes = ["--seq-len=16", "--batch-size=2", f"--models={shape.models[0]}", "--dtypes=fp32"]
     assert shell.run(bench.command, [*sizes, "--gpus=2", "--zero-levels=3"]) == 7
     (group,) = groups
