@@ -14,6 +14,7 @@ from llmq.adapters.merge import merge
 from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.options.parse import Options
+from llmq.training import train
 from llmq.training.ranks import Ranks
 
 PREFIX = "base_model.model.model.layers.0"
@@ -102,14 +103,14 @@ def test_ranks_keep_what_one_does(given, level):
     more = {"global_batch_size": 4, "batch_size": 1, "grad_accumulation": None, "deterministic": True}
     values = {key: value for key, value in {**given, **more}.items() if value is not None and key != "console"}
 
-    def train(size):
+    def trained_on(size):
         def work(world):
             options = Options.parse({**values, "name": f"on{size}", "zero_level": level})
             return train.run(options, console=io.StringIO(), ranks=Ranks(world))
 
         return run_ranks(size, work)[0].model_path
 
-    one, two = train(1), train(2)
+    one, two = trained_on(1), trained_on(2)
     assert config_of(one)["rank_pattern"] == config_of(two)["rank_pattern"]
     found, right = adapter_of(two), adapter_of(one)
     for name, value in right.items():

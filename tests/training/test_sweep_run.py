@@ -22,7 +22,7 @@ from llmq.options.sweep import OWN, read_members
 from llmq.report.plot import plot_runs
 from llmq.report.read import read_log
 from llmq.report.summary import summarize
-from llmq.training import run_data
+from llmq.training import run_data, train
 from llmq.training.ranks import Ranks
 
 ENTRIES = {
@@ -328,7 +328,7 @@ def test_ranks_train_as_one_does(given):
     write_sweep({"a": {"lora_rank": 4}, "b": {"lora_rank": 2, "train_file": "other.bin", "seed": 3}})
     options = {key: value for key, value in given.items() if key != "console"} | {"eval_every_n_steps": 3}
 
-    def train(size, **more):
+    def trained_on(size, **more):
         values = {**options, "name": f"on{size}", "batch_size": 4 // size, "global_batch_size": 8, **more}
         values.pop("grad_accumulation")
 
@@ -337,7 +337,7 @@ def test_ranks_train_as_one_does(given):
 
         return run_ranks(size, work)[0]
 
-    one, two = train(1), train(2, zero_level=2)
+    one, two = trained_on(1), trained_on(2, zero_level=2)
     for name, found in two.adapters.items():
         near(adapter_of(found.path), adapter_of(one.adapters[name].path))
         assert found.eval_loss == pytest.approx(one.adapters[name].eval_loss, rel=1e-5)
