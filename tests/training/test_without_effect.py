@@ -6,6 +6,7 @@ import pytest
 from tiny_runs import on_weights
 
 import llmq
+from llmq.comm.environment import Place
 from llmq.options.parse import Options
 from llmq.training.ranks import Ranks, joined
 from llmq.training.train import run
@@ -99,9 +100,8 @@ def test_what_every_entry_of_adapters_has_itself_is_not_of_the_command(tmp_path,
 @pytest.mark.parametrize(("launcher", "restarts"), [("llmq-launch", True), ("--gpus", True), ("another", False)])
 def test_only_processes_that_llmq_starts_are_started_again(given, launcher, restarts, monkeypatch):
     """A rank of one process, as `llmq-launch --procs 1` makes it."""
-    own = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**own, "MASTER_PORT": 1, "JOB_TOKEN": "t", "LAUNCHER": launcher}.items():
-        monkeypatch.setenv(f"LLMQ_{name}", str(value))
+    for name, value in Place(0, 1, 0, 1, "127.0.0.1", 1, "t", launcher).environ().items():
+        monkeypatch.setenv(name, value)
     console = given.pop("console")
     options = Options.parse({**given, "restart_failed": 2, "steps": 2})
     with joined(options) as ranks:
