@@ -8,10 +8,11 @@ time.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from llmq.comm.world import ALONE, World
-from llmq.disk import discarded_on_error
+from llmq.disk import discarded_on_error, temporary_name
 from llmq.errors import StorageError
 from llmq.files.manifest import folder_name
 from llmq.files.tensor_files import ByteCount, Piece
@@ -154,6 +155,12 @@ class Saver:
         hidden, why = world.gather((hidden, why))[0]
         if hidden is None:
             raise StorageError(why)
+        seen = world.gather(Path(hidden).is_dir())  # by all, before the first rank can give up and remove it
+        if False in seen:
+            raise StorageError(
+                f"rank {seen.index(False)} does not see {hidden}, which rank 0 has made: give a --checkpoint-dir on a "
+                "file system that all machines share"
+            )
         return Saving(self._folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
 
     def _write(self, saving: Saving, snapshot: Snapshot, copies: Copies, keep: Keep) -> None:
@@ -167,24 +174,20 @@ class Saver:
     ) -> Path:
         """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
         rank = self._world.rank
-        if not saving.hidden.is_dir():
-            raise StorageError(
-                f"rank {rank} does not see {saving.hidden}, which rank 0 has made: give a --checkpoint-dir on a file "
-                "system that all machines share"
-            )
         own = partial(write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved)
         if rank:
             try:
                 hand_over(saving, own())
             except BaseException as error:
-                fail(saving, rank, str(error))
-                raise
+                if saving.hidden.is_dir() or not isinstance(error, StorageError):
+                    fail(saving, rank, str(error))
+                    raise  # else rank 0 has given up, and says why
             while saving.hidden.is_dir():
                 self._wait()
             if not saving.path.is_dir():
                 raise StorageError(f"{saving.path} was not completed, as rank 0 says")
             return saving.path
-        with discarded_on_error(saving.hidden):  # for which the other ranks wait, too
+        try:
             parts = [own()]
             while len(parts) < saving.world:
                 if (other := part_of(saving, len(parts))) is None:
@@ -192,6 +195,10 @@ class Saver:
                 else:
                     parts.append(other)
             return commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
+        except BaseException:
+            with suppress(OSError):  # renamed first: others may be writing into it, and wait for it to go
+                shutil.rmtree(saving.hidden.rename(temporary_name(saving.path)))
+            raise
 
     def _wait(self) -> None:
         time.sleep(POLL_S)

@@ -119,13 +119,14 @@ def test_a_run_with_all_on_the_host_goes_on_without(given, before, after):
             assert before != after or np.array_equal(exported(name)[key], value)
 
 
-def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given, monkeypatch):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given, monkeypatch, failing):
     from llmq.files import background
 
     real = background.write_part
 
     def write(saving, rank, *rest, **more):
-        if rank == 1 and saving.step == 4:
+        if rank == failing and saving.step == 4:
             raise StorageError("its disk is full")
         return real(saving, rank, *rest, **more)
 
