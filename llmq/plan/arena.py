@@ -41,9 +41,11 @@ def _laid_out(lifetimes: tuple[Lifetime, ...]) -> tuple[list[int], int]:
     lives = [(aligned(life.size), life.first, life.last) for life in lifetimes]
     # What is placed, by offset: where it begins and ends, and its first and last call.
     placed = np.empty((4, len(lives)), np.int64)
+    # Large ones first: small ones fit into the gaps between them, and not the other way round.
     for count, index in enumerate(sorted(range(len(lives)), key=lambda i: (-lives[i][0], lives[i][1], i))):
         size, first, last = lives[index]
         begins, ends, firsts, lasts = placed[:, :count]
+        # Only what is alive at the same time can be in the way.
         (rivals,) = ((firsts <= last) & (lasts >= first)).nonzero()
         offset = 0
         if rivals.size:

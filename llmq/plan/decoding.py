@@ -41,6 +41,7 @@ def completions_of(spec: Spec) -> Decoding | None:
     if spec.completions is None:
         return None
     sizes = {"batch_size": spec.completions.sequences, "seq_len": spec.completions.length}
+    # Chunks are of attention's backward, and there is none.
     whole = replace(spec.memory, attention_chunks=1)
     own = replace(spec.without_noise(), **sizes, memory=whole, packing=None, completions=None)  # type: ignore[arg-type]
     return Decoding(own, Sampling(), (spec.completions.row,), spec.completions.packed)

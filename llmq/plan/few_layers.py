@@ -26,4 +26,5 @@ def with_layers(spec: Spec, layers: int) -> Spec:
 
 def extrapolated(first: float, second: float, layers: int, wanted: int) -> float:
     """The number for `wanted` layers, by those for `layers` and for MORE."""
+    # Linear, as all layers are of the same shapes.
     return first + (wanted - layers) * (second - first) / MORE

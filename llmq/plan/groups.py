@@ -47,7 +47,9 @@ def groups_of(spec: Spec, rows: Sequence[Row], grads: Any, shards: Shards | None
     by_name: dict[str, RowGroup] = {}
     sums, evaluated = dict[str, dict[str, Ref]](), dict[str, dict[str, Ref]]()
     for name, hyper, seed, only in spec.adapters.groups(spec.hyper, spec.seed, rows):
+        # One group has no name, so its cells are called the same as in a run without adapters, and in its checkpoints.
         before = f"{name}/" if name else ""
+        # As many partial sums as this rank adds to: a store's shares say which rows these are.
         count = sum(num_norm_tiles(grad.shape) for grad in grads.shares(Recorder(), only))
         sums[name] = _sums(before, stat)
         evaluated[name] = _sums(f"evaluate.{before}", stat)

@@ -134,6 +134,7 @@ def resolve(
     kinds = set(map(offload_option, spaces(rule)))
     idle = [flag for flag in HOSTED if flag in hosted - kinds and flag.startswith("offload_opt_")]
     idle += ["offload_optimizer"] if options.offload_optimizer and not hosted & kinds else []
+    # Refused and not ignored, like a recompute flag that frees nothing.
     if idle:
         flags_as_typed = ", ".join(f"--{flag.replace('_', '-')}" for flag in idle)
         raise UsageError(f"{flags_as_typed} frees no memory, as {kept(rule)}: leave it out")
@@ -143,6 +144,7 @@ def resolve(
         problems.append(
             f"--lmhead-chunks {head} does not divide the {tokens} tokens of a micro-batch ({batch_size} x {seq_len})"
         )
+    # One here: how many are needed is known when the whole plan is.
     attention = 1 if options.attn_bwd_chunks == AUTO else options.attn_bwd_chunks
     if batch_size % attention:
         problems.append(f"--attn-bwd-chunks {attention} does not divide --batch-size {batch_size}")

@@ -11,6 +11,7 @@ from llmq.tensor import Ref, scale_shape
 def storage_name(ref: Ref) -> str:
     """Unique name of the bytes of a Ref."""
     if ref.space == "activation":
+        # A second life has bytes of its own: the first one's may be given to others in between.
         name = ref.owner + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
     elif ref.form is None and ref.value_in is not None:
         return f"{ref.value_in}:{ref.owner}"
@@ -32,12 +33,14 @@ def scale_ref(ref: Ref) -> Ref:
     if ref.form.owns_scales:
         return own_scales(ref)
     if ref.space == "activation" and ref.cell is None and not ref.form.has_cell:
+        # A measured scale of an intermediate is of no use after it, so it is a slot, too.
         return Ref(f"{ref.name}@scale/{ref.form.dtype}", "activation", (1,), "fp32", ref.layer)
     return Ref(scale_cell(ref, ref.form.dtype), "scale", (1,), "fp32")
 
 
 def scale_cell(ref: Ref, dtype: str) -> str:
     """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
+    # Without the micro-step, phase and chunk: all of them quantize by one history of amax.
     name = ref.name.split("/", 1)[-1].split("#")[0] if ref.space == "activation" else ref.name
     return f"{ref.cell or name}@{dtype}"
 

@@ -33,6 +33,7 @@ def observed(
         for ref in call.inputs:
             if ref is None or ref.form is None or ref.form.scaling is None or _is_held(ref, values):
                 continue
+            # Columns have the same numbers with the same scale, so rows stand for both.
             if ref.form.layout == "row":
                 forms.setdefault(ref.name, (ref, ref.form))
             sites.setdefault(scale_cell(ref, ref.form.dtype), {}).setdefault(_site(call))
@@ -57,6 +58,7 @@ def observed(
     waiting: list[Call] = []  # until all collectives of a layer are together
     seen: set[str] = set()  # weights, which backward fetches once more
     for call in calls:
+        # Nothing may come between collectives that are made as one.
         if not record(call.op).gathers:
             found += waiting
             waiting = []

@@ -166,6 +166,7 @@ class Plan:
         """Storages that a checkpoint holds: masters, moments, and the state of persistent scales. Frozen rows are
         loaded again."""
         held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
+        # Made again from the frozen rows when these are loaded.
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
         seen = [(group.norm, group.last_norm) for group in self.cells.groups if group.clips_by_last]
@@ -200,6 +201,7 @@ class Plan:
                 if rank == 0:
                     found[name] = SavedSlice(ref.shape, (0,) * len(ref.shape), ref.shape, dtype)
             elif count := self.shards.count(row):
+                # A vector's scale has no rows of its own to cut.
                 leading, is_scale = self.shape(row)[:-1], ref.name != row
                 whole = (*(leading or (1,) * is_scale), ref.shape[-1])
                 start = (self.shards.bounds[row][rank],) if len(whole) > 1 else ()
@@ -247,6 +249,7 @@ def make_plan(
     recompute flag frees no byte.
     """
     recordings = Recordings(spec, stores or stores_of(spec), sites)
+    # Recorded apart only where the first micro-step differs: where its forward pass gathers weights.
     firsts = (False,) if recordings.weights.first is recordings.weights else (False, True)
     recorded = {(f, last): prune(recordings.train(first=f, last=last)) for f in firsts for last in (False, True)}
     # One decision for all: they differ only in how weights come, and what is done with gradients in the end.
@@ -256,6 +259,7 @@ def make_plan(
     writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights, sites)
     written = {} if writing is None else writing.programs()
     read = {"evaluate": recordings.evaluate(), **written}
+    # What only reads comes first: the forms that it reads of weights are what the others have to write.
     reading = {name: forms(prune(calls), {}) for name, calls in read.items()}
     measured, readers = (
         observed(fated[False, False], recordings.values(), recordings.piece) if spec.observe else ([], {})
@@ -268,6 +272,7 @@ def make_plan(
     weights = reads_of_weights([*training.values(), *(reading[name] for name in read)])
     counted = _counted([*training.values(), *reading.values()])
     training |= {at: forms(fated[at], weights, [*fates.offloaded, *counted]) for at in fated if at in writers}
+    # Before the update is: it writes a form only if some program reads it, and gathering is a reader, too.
     gather = forms(recordings.gather(), weights)
     weights = reads_of_weights([*training.values(), gather, *(reading[name] for name in read)])
     allocate = {name: finished(name, forms(calls, weights)) for name, calls in recordings.allocate().items()}
@@ -283,6 +288,7 @@ def make_plan(
     # `update` and `calibrate` take the vectors of scales whole, so these are counted first, and must not grow then.
     scales = _delayed_cells(programs.values())
     cells = {**recordings.cells, **_scale_cells(len(scales)), **({} if writing is None else writing.cells)}
+    # Both write scales, so they are made when all that have scales are known.
     later = {
         "update": finished("update", forms(recordings.update(cells), weights, counted), collects=True),
         "calibrate": finished("calibrate", forms(recordings.calibrate(cells), {})),
@@ -324,6 +330,7 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
     def kept_bytes(roles: Iterable[str]) -> int:
         return sum(kept_storages(refs, decide(train, roles)).values())
 
+    # A flag without effect is an error: its user would count on memory that is not freed.
     without = kept_bytes(()) if memory.flags else 0
     if idle := [flag for flag in memory.flags if kept_bytes(ROLES[flag]) >= without]:
         flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in idle)
@@ -346,6 +353,7 @@ def _micro_steps(training: Mapping[tuple[bool, bool], list[Call]], offloaded: Co
     train: dict[str, Any] = {"collects": True, "offloaded": offloaded}
     first = finished("first", begins[False], **train)
     middle = finished("middle", training[False, False], first=False, **train)
+    # Equal calls make one program, which is placed, bound and captured once.
     if training[False, True] == training[False, False]:
         return {"only": first, "first": first, "middle": middle, "last": middle}
     only = finished("only", begins[True], **train)
@@ -417,6 +425,7 @@ def _scratch(programs: Iterable[Program], scratch_bytes: Scratch) -> dict[str, R
     sizes: dict[str, int] = {}
     for program in _distinct(programs):
         for call in program.calls:
+            # Calls of a lane run one after the other, so the largest need serves them all.
             sizes[call.lane] = max(sizes.get(call.lane, 0), scratch_bytes(call))
     refs = {lane: Ref(f"scratch.{lane}", "workspace", (size,), "uint8") for lane, size in sizes.items() if size}
     return {scratch_storage(lane): ref for lane, ref in refs.items()}

@@ -49,6 +49,7 @@ def stores_of(spec: Spec) -> Stores:
     """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
     refuse(spec)
     memory, sharding = spec.memory, spec.sharding
+    # Stores wrap each other: what is shared out among ranks first, what lives on the host around it.
     alone = Stores(grads=FusedGrads if memory.fused else ReplicatedGrads)
     stores = alone if sharding.size == 1 else _shared(sharding)
     stores = replace(stores, weights=_weights(memory, spec.precision, stores.weights))
@@ -151,6 +152,7 @@ class Recordings:
     def train(self, *, first: bool = False, last: bool) -> list[Call]:
         """One forward and backward; `first` or `last` in its step."""
         ops = Recorder()
+        # After an update copies are gathered, or fetched, once: later micro-steps find them there.
         weights = self.weights.first if first else self.weights
         self.model.train(ops, self.frames.a, self.frames.d, weights, self.grads[last])
         return ops.calls
@@ -162,6 +164,7 @@ class Recordings:
 
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""
+        # Another model on the same rows, without what is for training alone, such as NEFTune's noise.
         ops, model = Recorder(), build_model(self.spec.evaluated(), self._sites)
         frames = self._frames(model, self.batch, self.evaluated, 0)
         model.infer(ops, frames.a, frames.d, self.weights)

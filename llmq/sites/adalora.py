@@ -65,6 +65,7 @@ class AdaLoraAdapter(LoraAdapter):
         gram, turn = d[f"{self.key}.gram_a"], d[f"{self.key}.turn_a"]
         ops.linear_forward(gram, w.lora_a, w.lora_a, None, None)
         for piece in self.pieces:
+            # A Gram matrix of all A at once, of which each piece reads its own block on the diagonal.
             own, first = turn.chunk(*piece.low), piece.first
             ops.orthogonality(own, gram, targets, first=first, weight=self.orthogonality, present=piece.present)
         ops.linear_dgrad(dw.lora_a, turn, w.lora_a, None)

@@ -45,6 +45,7 @@ class AdaptedLinear:
 
     def __init__(self, base: Linear, adapter: Adapter) -> None:
         self.base, self.adapter, self.name, self.key = base, adapter, base.name, base.key
+        # An adapter of some columns alone cannot come first: nothing would have written the others.
         self.order = (adapter, base) if adapter.fills else (base, adapter)
         self.back_order = (adapter, base) if adapter.covers else (base, adapter)
 
@@ -55,6 +56,7 @@ class AdaptedLinear:
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The base's rows, and the adapter's."""
         own = self.base.rows(rows)
+        # The adapter has the layer of what it adapts: it is fetched, gathered and updated with that part.
         layer = own[0].layer if own else None  # a tied head has no rows
         return (*own, *self.adapter.rows(layer))
 

@@ -45,6 +45,7 @@ class DoraLinear:
         return (
             *self.base.slots(x),
             Slot(f"{key}.product", (*x.shape[:-1], n), ("block",)),
+            # What norms are made of is never as large as W + s B A itself.
             Slot(f"{key}.through", (n, r), (), "stat", of_weights=True),
             Slot(f"{key}.gram", (r, r), (), "stat", of_weights=True),
             Slot(f"{key}.norm", (n,), (), "stat", of_weights=True),
@@ -62,6 +63,7 @@ class DoraLinear:
 
     def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
+        # The bias is not scaled, so it joins after the gains.
         product = a[f"{self.key}.product"]
         self.measure(ops, a, w)
         self.base.forward(ops, a, product, x, WithoutBias(w))
@@ -95,5 +97,6 @@ class DoraLinear:
         for piece in self.lora.pieces:
             at = piece.columns
             ops.output_gain_backward(getattr(dw.lora_m, piece.key), d_gain.flat(*at), norm.flat(*at))
+        # Of d_y, which the bias was added to; the map below sees d_product.
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
         self.base.backward(ops, a, d, d_x, WithoutBias(dw), d_product, x, WithoutBias(w))

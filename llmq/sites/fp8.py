@@ -22,6 +22,7 @@ class Recipe:
     weight: str
 
 
+# Tiles of a weight (128x128) turn over with it, so that both of its copies have the same scales.
 # by the name of the recipe; with one scale per token, wgrad, which sums over tokens, reads copies with a single one
 RECIPES = {
     "delayed": Recipe("delayed", "delayed", "delayed"),

@@ -47,6 +47,7 @@ class GainLinear:
         for piece in self.pieces:
             count, layer, name = piece.stop - piece.start, found[0].layer, f"{self.name}.ia3.{piece.key}"
             part = Part(f"{piece.name}.ia3_l", 0, count)
+            # A vector here, as kernels read gains in pairs; PEFT's files have a column, (N,1).
             row = Row(name, (count,), (part,), "ones", False, layer, dtype=self.dtype, file=self.file)
             found.append(replace(row, is_column=True))
         return tuple(found)
@@ -57,6 +58,7 @@ class GainLinear:
         self.base.forward(ops, a, product, x, w)
         fill_gains(ops, gain, self.gaps)
         for piece in self.pieces:
+            # The op of DoRA's gains without a norm: what is left is the gain itself.
             at, own = gain.flat(piece.start, piece.stop - piece.start), getattr(w.ia3, piece.key)
             ops.output_gain(at, None, None, None, None, None, own, scale=1.0, first=0)
         ops.scale_columns_forward(y, product, gain, None, residual)
@@ -92,6 +94,7 @@ class InputGainLinear:
     def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         scaled = a[f"{self.key}.scaled"]
+        # Scaling x is scaling columns of W: the base stays as it is held, in 4 bits, too.
         ops.scale_columns_forward(scaled, x, w.ia3, None, None)
         self.base.forward(ops, a, y, scaled, w, residual)
 

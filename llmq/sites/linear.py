@@ -43,11 +43,13 @@ class Linear:
 
     def dgrad(self, ops: Ops, d_x: Ref, d_y: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """d_x (...,K) <- d_y (...,N), w.weight (N,K), residual (...,K) or None."""
+        # fp8 matmuls want the summed axis innermost, so dgrad reads W transposed, and wgrad d_y and x.
         ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), residual)
 
     def wgrad(self, ops: Ops, dw: Parameters, d_y: Ref, x: Ref) -> None:
         """dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K)."""
         ops.linear_wgrad(dw.weight, d_y.as_form(self.d_y.col), x.as_form(self.x.col))
+        # The producer of d_y sums its columns in the same pass; without a bias this form is not wanted, and not made.
         ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
 
     def backward(

@@ -116,7 +116,9 @@ class LoraAdapter:
 
     def rows(self, layer: int | None) -> Iterator[Row]:
         """A of all pieces, and the B of each."""
+        # PiSSA and OLoRA take A and B out of the weight; with all others the run begins at the base's own outputs.
         init_b = "zeros" if self.init in FROM_ZERO else self.init
+        # One row for the A of all parts: they read the same x, and one product of their ranks together reads it once.
         down = [Part(f"{p.name}.lora_A.weight", p.first, p.first + p.rank) for p in self.pieces]
         shape = (self.rank, self.pieces[0].inputs)
         yield Row(f"{self.name}.lora_a", shape, tuple(down), self.init, True, layer, file=self.file)
@@ -127,6 +129,7 @@ class LoraAdapter:
 
     def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None) -> None:
         """The pieces' columns of y (...,N) <- s B A x + those of residual (...,N) or None."""
+        # A row for each B: these write other columns of y, and PEFT has them as tensors of their own.
         low = self.down(ops, a, x, w)
         for piece in self.pieces:
             out, own, up = cut(y, piece.columns), cut(low, piece.low), getattr(w.lora_b, piece.key)
@@ -143,11 +146,13 @@ class LoraAdapter:
     ) -> None:
         """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), plus (...,K) or None."""
         self.add_backward(ops, a, d, dw, d_y, x, w)
+        # Adds to what there is in the product itself: no pass over d_x for the sum.
         ops.linear_dgrad(d_x, cut(d[f"{self.key}.low"], (0, self.rank)), w.lora_a, plus)
 
     def add_backward(self, ops: Ops, a: Slots, d: Slots, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d.low (...,R), gradients of A and B <- d_y (...,N), a.low, x (...,K)."""
         low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
+        # First, as A's gradient reads the d_low that it leaves.
         self.up_backward(ops, d_low, dw, d_y, low, w)
         ops.linear_wgrad(dw.lora_a, cut(d_low, (0, self.rank)), x)
 
@@ -160,12 +165,14 @@ class LoraAdapter:
 
     def products(self, piece: LowRank) -> Callable[..., None]:
         """What makes the gradients of a piece's B, and of what B multiplies."""
+        # The one pass reads whole 16-byte words, so every place and width has to be a multiple of 8 numbers of bf16.
         places = (piece.first, piece.start, piece.stop, self.width or self.rank, self.outputs)
         return one_pass if takes_one_pass(self.dtype, piece.rank, *places) else two_products
 
 
 def dropped_slots(key: str, x: Slot) -> tuple[Slot, ...]:
     """drop(x) (...,K) of forward and of backward, at the site of a key."""
+    # Two slots, as forward's is gone when backward makes it again from the same random bits.
     return tuple(Slot(f"{key}.{name}", x.shape, x.roles) for name in ("dropped", "again"))
 
 
@@ -218,10 +225,12 @@ class DroppedAdapter:
         again, d_dropped = a[f"{self.lora.key}.again"], d[f"{self.lora.key}.dropped"]
         ops.dropout(again, x, a.batch.samples, None, **self.place(x))
         self.lora.backward(ops, a, d, d_dropped, dw, d_y, again, w, None)
+        # The gradient passes where x did, so dropout of it by the same bits is dropout's backward.
         ops.dropout(d_x, d_dropped, a.batch.samples, plus, **self.place(x))
 
     def place(self, x: Ref) -> dict[str, Any]:
         """Numbers of the op: where x begins in the batch is the first token's place."""
+        # By name, so that the bits of a site are the same whatever else is adapted.
         stream = zlib.crc32(f"dropout {self.lora.name}".encode())
         at = {"first": x.rows_before, "length": x.entire.shape[-2]}
         return {"rate": self.rate, "seed": self.seed, "stream": stream, **at}

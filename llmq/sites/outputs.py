@@ -22,4 +22,5 @@ def gaps(pieces: Iterable[Columns], outputs: int) -> list[Columns]:
 def fill_gains(ops: Ops, gain: Ref, columns: Iterable[Columns]) -> None:
     """gain (N,) <- 1 at these columns."""
     for start, count in columns:
+        # With nothing given the gain is 1: one kernel for gains of every kind.
         ops.output_gain(gain.flat(start, count), None, None, None, None, None, None, scale=1.0, first=0)

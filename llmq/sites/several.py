@@ -33,9 +33,11 @@ class SeveralAdapters:
 
     def __init__(self, name: str, several: Sequence[OwnRows], batch_size: int) -> None:
         self.name, self.key = name, name.rpartition(".")[2]
+        # One slot for all: rows of an adapter of a smaller rank leave the rest of it unread.
         self.width = max(one.adapter.rank for one in several)
         self.several = [replace(one, adapter=one.adapter.within(self.width)) for one in several]
         self.has_dropout = any(isinstance(one.adapter, DroppedAdapter) for one in several)
+        # Only then may an adapter's product come first: rows of none would be left unwritten.
         self.covers = sum(one.stop - one.start for one in several) == batch_size
         self.fills = self.covers and all(one.adapter.fills for one in several)
 
@@ -71,6 +73,7 @@ class SeveralAdapters:
         length, before, count = x.entire.shape[-2], x.rows_before, math.prod(x.shape[:-1])
         names = tuple(slot.name for slot in self.slots(Slot("x", x.shape)))
         for one in self.several:
+            # x may be a chunk of the head's, or a tile: an adapter without a token in it has no call.
             start, stop = max(one.start * length - before, 0), min(one.stop * length - before, count)
             if start < stop:
                 yield OwnTokens(one.name, one.adapter, start, stop - start, names)

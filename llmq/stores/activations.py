@@ -59,10 +59,12 @@ class Frames:
         """All frames of activations (no prefix) or of their gradients, by layer number, `embed` and `head`."""
         count = len(model.blocks)
         stream = [self._ref(prefix, layer, "attention.res", res, res.roles) for layer in range(count)]
+        # No role: the head reads the last one at once, so there is no use in sending it to the host.
         stream.append(self._ref(prefix, None, "head.res", res, ()))
         embed = self._refs(prefix, None, "embed", model.embed.slots(b, t))
         frames: dict[Any, Any] = {"embed": self._frame({**embed, "out": stream[0]})}
         for layer, block in enumerate(model.blocks):
+            # Between the sublayers of a layer: made again with --recompute-block, which keeps what enters the layer.
             middle = self._ref(prefix, layer, "mlp.res", res, ("block", *res.roles))
             joints = {"attention": (stream[layer], middle), "mlp": (middle, stream[layer + 1])}
             sublayers = {}

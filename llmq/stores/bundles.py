@@ -20,6 +20,7 @@ class Bundle:
     def __init__(self) -> None:
         self._children: dict[str, Any] = {}
 
+    # None, not an error: ops take None for an operand that a model lacks, and block code stays a straight line.
     def __getattr__(self, name: str) -> Any:
         return self._children.get(name)
 
@@ -65,6 +66,7 @@ def names_by_part(rows: Iterable[Row]) -> dict[str | int, list[str]]:
 
 def one_ahead(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
     """Yields what is fetched, each after the next one was."""
+    # pairwise asks for the next one before it gives this one: that is all that runs a copy ahead.
     for here, _ in pairwise(chain(fetched, [None])):
         assert here is not None
         yield here

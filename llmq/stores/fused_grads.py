@@ -35,5 +35,6 @@ class FusedGrads(ReplicatedGrads):
         """Yields slots for each part's gradients, and has them used."""
         assert self.use is not None
         for part in parts:
+            # Slots, not storage: once the update has read them, the planner gives their bytes to the next part's.
             yield self.bundle(part, self.refs)
             self.use(ops, part, self._rows[part], self.refs)

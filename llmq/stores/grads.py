@@ -39,6 +39,7 @@ class ReplicatedGrads:
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
         """Yields each part's gradients, and reduces them when the next one's are asked for."""
         for part in parts:
+            # The generator continues when the part's backward is recorded, so the reduction follows its last write.
             here = self.added_to(part)
             yield self.bundle(part, here)
             self.reduce(ops, part, here)
@@ -49,6 +50,7 @@ class ReplicatedGrads:
 
     def bundle(self, part: str | int, here: Mapping[str, Ref]) -> Bundle:
         """What a part writes, where `here` is what it adds to."""
+        # None for a frozen row: an op skips an output that is not wanted, so block code needs no 'if'.
         return part_bundle(part_tree({name: here.get(name) for name in self._names[part]}), part)
 
     def reduce(self, ops: Any, part: str | int, here: dict[str, Ref]) -> dict[str, Ref]:

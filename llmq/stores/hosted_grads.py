@@ -43,6 +43,7 @@ class HostedGrads:
         for."""
         parts = tuple(parts)
         for part, here in zip(parts, one_ahead(self._fetch(ops, part) for part in parts), strict=True):
+            # Recorded for a first write, too, which overwrites: passes/accumulate.py then drops the copy.
             yield self._store.bundle(part, here)
             for name, kept in self._store.reduce(ops, part, here).items():
                 ops.copy_to_host(_like(self.refs[name], kept), kept)
@@ -62,6 +63,7 @@ class HostedGrads:
         return one_ahead(_fetched(ops, ref) for ref in pieces)
 
     def _pieces(self, ref: Ref) -> Iterator[Ref]:
+        # Whole tiles, as partial sums of squares belong to 128 rows: the norm has the bits of one that was not cut.
         chunks = chunks_of_tiles(ref, ref.shape[-1] * DTYPES[ref.dtype].itemsize, self._piece_bytes)
         yield from (ref.chunk(*rows) for rows in chunks) if len(chunks) > 1 else (ref,)
 

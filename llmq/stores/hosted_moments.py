@@ -45,6 +45,7 @@ class HostedMoments:
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with the pieces of its state; a piece is written back when the next one is asked for.
         `masters_only`: neither other states nor gradients are fetched, and nothing is written back."""
+        # Publishing reads masters alone: the other states would travel for nothing.
         moving = self._spaces & {MASTER} if masters_only else self._spaces
         if self._in_place or (masters_only and not moving):
             for row, pieces in self._moments.walk(ops, masters_only=masters_only, only=only):
@@ -58,6 +59,7 @@ class HostedMoments:
         self, ops: Any, moving: Collection[str], only: Container[str] | None, *, is_update: bool
     ) -> Iterator[tuple[Row, StatePiece]]:
         """Every piece of every row in order, on the device; the next one is fetched before this one is used."""
+        # A list, as every piece is asked for twice: when it is fetched and when it is written back.
         pieces = [(update.row, piece) for update in self._moments.walk(ops, only=only) for piece in self._cut(update)]
         coming = (self._fetch(ops, row, piece, moving, with_grad=is_update) for row, piece in pieces)
         for (row, held), here in zip(pieces, one_ahead(coming), strict=True):
@@ -74,6 +76,7 @@ class HostedMoments:
             fetched = [*(ref for ref in whole.state.values() if ref.space in self._spaces), *([grad] if grad else [])]
             row_bytes = width * sum(DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize for ref in fetched)
             chunks = chunks_of_tiles(master, row_bytes, self._piece_bytes)
+            # A measured scale covers the whole weight, so the copy cannot be made before its last piece.
             if len(chunks) == 1 or not self._is_cut(update.row):
                 yield whole._replace(grad=grad)
                 continue
@@ -83,6 +86,7 @@ class HostedMoments:
 
     def _fetch(self, ops: Any, row: Row, piece: StatePiece, moving: Collection[str], *, with_grad: bool) -> StatePiece:
         """The piece with slots in place of what lives on the host in the spaces `moving`, and of its gradient."""
+        # Slots of two pieces have two names, so that both can be alive: one is updated while the next one comes.
         place = f"{row.name}/{piece.rows[0]}" if piece.rows else row.name
 
         def fetched(ref: Ref) -> Ref:

@@ -53,6 +53,7 @@ class ReplicatedMoments:
         `masters_only` when no other state is read; `only`: the rows of these names."""
         for row in self._of(only):
             state = self.refs[row.name]
+            # One call of the optimizer for each entry: entries of a stack have scales and norms of their own.
             for one, entry in zip(row.entries, zip(*(ref.entries for ref in state.values()), strict=True), strict=True):
                 yield Update(one, (StatePiece(dict(zip(state, entry, strict=True))),))
 
@@ -73,6 +74,7 @@ class ShardedMoments(ReplicatedMoments):
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with this rank's share of its state."""
         for row in self._of(only):
+            # The place in the whole row addresses the bits of stochastic rounding, so shards round as one rank does.
             yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))
 
 
@@ -88,6 +90,7 @@ def _state(row: Row, master_dtype: str, kinds: Mapping[StateKind, str]) -> State
 
 def _master(row: Row, dtype: str) -> Ref:
     """The master of a row; that of one which is held in 8 bits is the weight."""
+    # Two names for the same bytes would need a copy between them after each step.
     if row.stored is not None:
         return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored)
     return Ref(row.name, MASTER, row.shape, dtype, row.layer, is_stack=row.stacked)
@@ -95,5 +98,6 @@ def _master(row: Row, dtype: str) -> Ref:
 
 def _ref(row: Row, kind: StateKind, dtype: str) -> Ref:
     """A state of a row; one in 8 bits is a number of f32 in a form."""
+    # Ops read and write f32; the form says how 8 bits stand for it, with a scale for each block of numbers.
     form = kind.form(dtype)
     return Ref(row.name, kind.name, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)

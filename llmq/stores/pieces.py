@@ -19,6 +19,7 @@ def chunks_of_tiles(ref: Ref, row_bytes: int, num_bytes: int) -> list[tuple[int,
     """(start, count) of the rows of each piece of a tensor, `row_bytes` a row: at most `num_bytes`, in whole tiles of
     NORM_ROWS rows and one at least. A vector, and an entry of a stack, is one piece."""
     rows = math.prod(ref.shape[:-1])
+    # One tile at least, even of a row wider than a piece: a part of a tile would change partial sums and scales.
     size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * row_bytes))
     if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
         return [(0, rows)]

@@ -49,6 +49,7 @@ class ManyRanks:
     def agree(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
         """The cells with the sums over ranks in place of each rank's own."""
         agreed = self.cells(cells)
+        # Gathered, not summed: the norm adds all partial sums in one order, so it has the bits of any number of ranks.
         ops.all_gather(agreed["partials"], cells["partials"], bounds=self._tiles)
         for name in SUMMED:
             ops.all_reduce(agreed[name], cells[name], largest=False)
@@ -56,6 +57,7 @@ class ManyRanks:
 
     def agree_on_largest(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
         """The cells with the largest requests and magnitudes of all ranks."""
+        # The largest wins: exit codes are above 1, which asks for a checkpoint, so an end outranks a save.
         ops.all_reduce(self.cells(cells)["request"], cells["request"], largest=True)
         return self.agree_on_amax(ops, cells)
 

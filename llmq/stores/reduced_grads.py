@@ -28,8 +28,10 @@ class ReducedGrads(ReplicatedGrads):
     def reduce(self, ops: Any, part: str | int, here: dict[str, Ref]) -> dict[str, Ref]:
         """The last micro-step's are reduced as soon as the part has written them: this rank's pieces <- their sums over
         ranks; then all pieces, if all are kept."""
+        # Sums over ranks are linear, so one reduction a step is enough where whole gradients have room.
         if not self.last:
             return here
+        # A tied head is reduced with the embedding, which writes last: twice would count it twice.
         whole = self._of(here, part)
         shares = {name: self._sum_in(ref, name) for name, ref in whole.items()}
         self._sum(ops, whole, shares)
@@ -57,15 +59,19 @@ class ReducedGrads(ReplicatedGrads):
         """Shares <- the sums over ranks of whole gradients, by row name. Collectives follow each other: a backend may
         make them as one."""
         bounds = self._shards.bounds
+        # All casts come first: a launch between two collectives would keep a backend from making them as one.
         sent = {name: self._sent(ops, ref) for name, ref in whole.items()}
         if not self._sharding.all_to_all:
             sums = {name: self._sum_in(ref, name) for name, ref in sent.items()}
             for name, total in sums.items():
                 ops.reduce_scatter(total, sent[name], bounds=bounds[name])
+            # Sums in another dtype, or of slots, are not yet where the optimizer reads them.
             for name, total in sums.items():
                 if total != shares[name]:
                     ops.sum_pieces(shares[name], total, None, rank=0)
             return
+        # Each rank sends its pieces unchanged, and the owner adds them in the order of ranks, in f32: the same bits in
+        # every world, where a ring rounds at each hop, in an order of its own.
         others = {}
         for name, ref in sent.items():
             count = self._shards.count(name)
@@ -91,6 +97,7 @@ class ReducedGrads(ReplicatedGrads):
         is_small = len(ref.shape) == 1 or ref.shape[-1] % SENT_WIDTHS
         if dtype == ref.dtype and (form is None or is_small):
             return ref
+        # A copy, as the gradient itself is still added to in its own dtype at levels that keep it.
         slot = Ref(f"sent/{ref.name}", "activation", ref.shape, dtype, ref.layer)
         ops.cast(slot, ref)
         if form is None or is_small:
@@ -128,4 +135,5 @@ class ShardedGrads(ReducedGrads):
 
 def _in_place(ref: Ref) -> Ref:
     """A gradient as the sum over ranks that takes its place, to which nothing is added."""
+    # `again` makes it another value to the planner, which else would take the sum for one more addend.
     return replace(ref, again=ref.space == "grad", is_sum=False)

@@ -42,6 +42,7 @@ class RemadeWeights(ReplicatedWeights):
     def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:
         """Yields what the copies of each trained row are written to, or the one that is only counted."""
         for ref in super().written(ops, only):
+            # Nothing reads this copy, so it keeps no memory; making it measures the amax for the next scale.
             yield weight_slot(ref, COUNTED) if ref is not None and ref.name in self._masters else ref
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
@@ -56,6 +57,7 @@ class RemadeWeights(ReplicatedWeights):
         made = super()._slots(ops, part, phase, fetched)
         for name, master in self._masters.items():
             if master.layer == part:
+                # Marked, so that it has the scale that the update has left, and collects no statistics a second time.
                 made[name] = changed(weight_slot(self.refs[name], phase), is_remade=True)
                 ops.cast(made[name], fetched.get(name, master))
         return made

@@ -31,6 +31,7 @@ class GatheredWeights(ReplicatedWeights):
         hosted: Callable[[Row], bool] | None = None,
         host_master: str | None = None,
     ) -> None:
+        # No weight is its own master here: the master is a share, and the weight is whole.
         super().__init__(rows, dtype, None, hosted=hosted)
         self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
         masters = {"device": master_dtype, "host": host_master}
@@ -45,6 +46,7 @@ class GatheredWeights(ReplicatedWeights):
     @property
     def first(self) -> GatheredWeights:
         """The weights as the first micro-step of a step walks them, whose forward pass gathers them."""
+        # A view of the same Refs: only the first micro-step of a step finds weights that the update has changed.
         found = copy(self)
         found._gathers = True
         return found
@@ -59,6 +61,7 @@ class GatheredWeights(ReplicatedWeights):
         return written_here(ops, (ref for name, ref in self._own.items() if only is None or name in only))
 
     def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        # Training's forward walk ends before the head, which backward uses first; only forward gathers.
         return parts if "head" in parts else (*parts, "head")  # which is used first on the way back
 
     def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
@@ -69,6 +72,7 @@ class GatheredWeights(ReplicatedWeights):
 
     def _make_whole(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
         """Gathers the rows of a part; returns the slots of those that live on the host, and sends these there."""
+        # Collectives need device memory: what lives on the host is gathered into a slot, used there and sent back.
         slots = {name: weight_slot(ref, phase) for name, ref in self._on_host(part).items()}
         rows = [row for row in self._shards.rows if part_of(row) == part]
         self._gather(ops, {row.name: slots.get(row.name, self.refs[row.name]) for row in rows}, phase)
@@ -78,6 +82,7 @@ class GatheredWeights(ReplicatedWeights):
 
     def _gather(self, ops: Any, whole: Mapping[str, Ref], phase: str) -> None:
         """Whole rows, by name, <- all ranks' shares. Collectives follow each other, after what comes from the host."""
+        # All shares come before the first collective, as a backend may make collectives as one that follow each other.
         shares = {name: fetched(ops, self._own[name], f"{phase}/share") for name in whole}
         for name, ref in whole.items():
             ops.all_gather(ref, shares[name], bounds=self._shards.bounds[name])
@@ -108,6 +113,7 @@ class ShardedWeights(GatheredWeights):
         rows = [row for row in self._shards.rows if row.name in self._names[part]]
         slots = {}
         for row in rows:
+            # A tied head reads the embedding in another part of the same phase: two slots, each with a short life.
             name = f"{phase}/{'' if part_of(row) == part else f'{part}/'}{row.name}"
             slots[row.name] = replace(self._whole[row.name], name=name, space="activation", cell=row.name)
         self._gather(ops, slots, phase)

@@ -65,6 +65,7 @@ class Shards:
     def share_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of what this rank has of a row of `shape`."""
         count = self.count(name)
+        # A vector that one rank has whole stays a vector; rows of a matrix are a matrix.
         return shape if count == _rows(shape) else (count, shape[-1])
 
     def piece(self, ref: Ref) -> Ref:
@@ -100,6 +101,7 @@ def _cut(shape: tuple[int, ...], held: list[int]) -> tuple[Bounds, list[int]]:
     """Bounds of a parameter for ranks that have `held` elements so far, and the elements that each gets."""
     rows = _rows(shape)
     each, rest = divmod(-(-rows // NORM_ROWS), len(held))
+    # To the ranks with the least so far: if it were always the first ones, these would have more of every row.
     least = sorted(range(len(held)), key=lambda rank: (held[rank], rank))[:rest]
     bounds = [0]
     for rank in range(len(held)):

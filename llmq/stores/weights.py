@@ -50,8 +50,11 @@ class ReplicatedWeights:
     def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
         """Yields (part, bundle) in the order given. The next part is fetched before this one is used; what is cast are
         slots, of which the plan keeps what is read, and for as long."""
+        # Generators: each fetch is recorded when the walk reaches it, so that copies lie between the calls of the part
+        # before, which they overlap.
         parts = tuple(parts)
         coming = (self._fetch(ops, part, phase) for part in self._needed(parts))
+        # Not strict: a store may fetch one part more than is walked, for what comes after.
         for part, here in zip(parts, one_ahead(coming), strict=False):
             refs = {name: self.refs[name] for name in self._names[part]}
             made = self._slots(ops, part, phase, here)
@@ -70,6 +73,7 @@ class ReplicatedWeights:
         has no other copy than its value; they are where they belong when the next row's, or the next part's, is asked
         for."""
         rows = [row for row in self.rows if row.trainable and (only is None or row.name in only)]
+        # A row without a wider master is updated in its own form: there is no copy to write.
         refs = (self.refs[row.name].entries if row.stored is None else (None,) for row in rows)
         return written_here(ops, chain.from_iterable(refs))
 
@@ -116,6 +120,7 @@ class ReplicatedWeights:
 
 def weight_slot(ref: Ref, phase: str) -> Ref:
     """A slot for what is read of a weight, or written, in a phase."""
+    # The scale cell is the row's own: a slot lives for one use, and a delayed scale needs the history of all of them.
     return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
 
 
@@ -123,6 +128,7 @@ def fetched(ops: Any, ref: Ref, phase: str) -> Ref:
     """A weight on the device: itself, or a slot with what the host has."""
     if ref.home == "device":
         return ref
+    # Named by phase: forward and backward fetch it separately, and it holds no memory between the two.
     ops.copy_to_device(slot := weight_slot(ref, phase), ref)
     return slot
 
@@ -133,6 +139,7 @@ def written_here(ops: Any, refs: Iterable[Ref | None]) -> Iterator[Ref | None]:
         if ref is None or ref.home == "device":
             yield ref
             continue
+        # What writes the slot is recorded before the generator continues, and so before the copy back.
         yield (slot := weight_slot(ref, "update"))
         ops.copy_to_host(ref, slot)
 

@@ -23,6 +23,7 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
         if result is None or result.ref.again or not (result.ref.space in ("grad", "sum") or result.ref.is_sum):
             return result
         place = storage_name(result.ref), result.ref.view
+        # A slot is new in every program; storage outlasts it, and holds what earlier micro-steps have added.
         adds = (not first and not result.ref.is_sum) or place in written
         written.add(place)
         return changed(result, accumulate=adds)
@@ -35,6 +36,7 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
             made.append(_with(call, marked))
         elif result.ref.is_sum:
             (source,) = call.inputs
+            # The first micro-step overwrites: what the host has is of the last step.
             if source is not None and (not first or storage_name(source) in sent):
                 made.append(_with(call, marked))
         else:
@@ -53,6 +55,7 @@ def collect(calls: Sequence[Call]) -> list[Call]:
         dtypes = sorted({form.dtype for form in result.forms if form is not None and form.has_cell})
         return changed(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result
 
+    # A copy of a copy has been rounded and cut off: its amax says nothing of the value's.
     return [call if _copies_a_copy(call) else _with(call, counted) for call in calls]
 
 

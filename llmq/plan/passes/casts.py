@@ -24,6 +24,7 @@ def casts(calls: Sequence[Call]) -> list[Call]:
     written: set[str] = set()
     gathered: list[Call] = []  # made of what other ranks send: after all that they send at a time
     for call in calls:
+        # Collectives that follow each other are made as one, so no cast may come between them.
         if not record(call.op).gathers:
             made += gathered
             gathered = []
@@ -90,6 +91,7 @@ def _split(call: Call, output: str, result: Result) -> tuple[tuple[Form | None, 
     ref = result.ref
     later = [form for form in result.forms if form is not None and not _writes(call, output, form)]
     now = [form for form in result.forms if form not in later]
+    # Turning bytes moves one byte a number, making columns of the value reads two or four.
     rows = {*now, _source(call, output).form}
     turned = [form for form in later if form.layout == "col" and form.turns and changed(form, layout="row") in rows]
     later = [form for form in later if form not in turned]
@@ -115,11 +117,13 @@ def _source(call: Call, output: str, later: Sequence[Form] = ()) -> Ref:
 def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str]) -> list[Call]:
     """The calls that make copies of a value, and the current scale that some of them have."""
     calls: list[Call] = []
+    # Sorted: all ranks make the same calls in the same order.
     for dtype in sorted({form.dtype for form in forms}):
         own = [form for form in forms if form.dtype == dtype and form.owns_scales]
         current = [form for form in forms if form.dtype == dtype and form.is_measured]
         copy = ref.in_form(current[0]) if current else ref
         shared = scale_ref(copy) if current and known_scale(copy) is None else None
+        # Measured once in a program: forward's scale serves backward's copies of the same value.
         scale = Result(shared, (None,)) if shared is not None and storage_name(shared) not in written else None
         numbers = {"limit": LARGEST.get(dtype)}
         if own:

@@ -52,6 +52,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
                 if ref.space == "activation" and ref.layer is not None:
                     producers[ref.name].append((call, name))
                     slots[ref.name] = ref
+        # What forward reads is there when it reads it: only reads of backward need a fate.
         elif call.phase == "backward":
             pending += [(ref.name, ref.form) for ref in call.inputs if ref is not None and ref.name in producers]
 
@@ -67,6 +68,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
             continue
         needed.add(item)
         name, form = item
+        # Transitive: the producer of what is dropped runs again, and its inputs may have been dropped, too.
         if is_dropped(name):
             for call, output in producers[name]:
                 pending += [(ref.name, ref.form) for ref in call.inputs if ref is not None and ref.name in producers]
@@ -77,6 +79,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
     for name, form in needed:
         if is_dropped(name):
             dropped[name].add(form)
+        # The value is kept anyway: a cast in backward is cheaper than a copy that is kept until then.
         elif form is not None and (name, None) in needed:
             dropped[name].add(form)
             copies.add(name)
@@ -88,6 +91,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
 
 def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
     """Of the replayed calls those that make something again, which is then read in its second life."""
+    # A second life has storage of its own: the bytes of the first are free in between.
     second = {name: set(forms) for name, forms in fates.dropped.items()}
     for name, form in fates.offloaded:
         second.setdefault(name, set()).add(form)
@@ -98,6 +102,7 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
     found: list[Call] = []
     for call in calls:
         if call.phase == "forward" or not second:
+            # Replayed calls were recorded for this decision alone; where nothing is dropped, none of them runs.
             found += [call] if call.phase != "replay" else []
             continue
         inputs = tuple(read(ref) for ref in call.inputs)
@@ -108,6 +113,7 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
         for result in call.outputs:
             remade = result is not None and result.ref.name in fates.dropped
             again = Result(changed(result.ref, again=True)) if result is not None and remade else None
+            # The value is there, so its producer need not run again for a copy.
             if result is not None and again is not None and result.ref.name in fates.copies:
                 found.append(call_of("cast", (again.ref,), (read(result.ref),), {}, "replay"))
                 again = None

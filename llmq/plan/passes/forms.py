@@ -32,9 +32,11 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
         outputs = tuple(
             result and changed(result, forms=_wanted(result.ref, wanted, weights)) for result in call.outputs
         )
+        # All reads come after it in the recording, so a result without a reader by now has none.
         if not any(result is not None and result.forms for result in outputs):
             continue
         read = [(ref, ref.form) for ref in call.inputs if ref is not None]
+        # Copies between homes and ranks move bytes: a form needs the same form at the other end, or its rows.
         if (op := record(call.op)).copies:
             (result,) = outputs
             assert result is not None
@@ -61,6 +63,7 @@ def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weigh
 
 
 def _in_order(forms: Iterable[Form | None]) -> tuple[Form | None, ...]:
+    # In one order, so that programs which are alike compare equal, and are bound and captured once.
     return tuple(sorted(forms, key=lambda form: form.key if form else ""))
 
 

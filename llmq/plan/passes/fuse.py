@@ -24,6 +24,7 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
     reads: Reads = Counter(ref for call in calls for ref in call.inputs)
     made: list[Call] = []
     for call in calls:
+        # Neighbours only: a call between them could write what the first of them reads.
         last = made[-1] if made else None
         if call.op == "linear_forward" and _is_plain(call):
             x, *rest = call.inputs
@@ -45,6 +46,7 @@ def _is_plain(call: Call) -> bool:
     assert x is not None
     written = (result.ref for result in call.outputs if result is not None)
     whole = not any(ref.form or ref.view for ref in (*call.inputs, *written) if ref is not None)
+    # Never the head of a prompt, or training: with more tokens the weight is read more than once.
     few = x.space == "activation" and prod(x.shape[:-1]) <= MOST_TOKENS
     return few and whole and call.numbers.get("alpha", 1) == 1
 

@@ -29,12 +29,14 @@ def join(calls: Sequence[Call]) -> list[Call]:
     taken: set[int] = set()
     for at, call in enumerate(calls):
         result = call.outputs[0]
+        # Columns, or scales of blocks, are read by others: then the gradient has to reach memory after all.
         if call.op != MAKER or result is None or not all(form is None or _is_row(form) for form in result.forms):
             continue
         halves = _halves(calls, at, result.ref)
         places = [place for pair in halves.values() for place in pair]
         if not places or not _may_move(calls, at, places):
             continue
+        # Matmuls in bf16 read the plain value, too; those in fp8 read only its rows, and it is not written.
         is_read = reads[_key(result.ref)] > len(places)
         rows = changed(result, forms=tuple(form for form in result.forms if form is not None or is_read))
         made[at] = [_joined(call, rows, own, calls[gate], calls[up]) for own, (gate, up) in halves.items()]
@@ -75,6 +77,7 @@ def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> Halves:
         rows, columns = ref.window
         half, own = columns.start // width, found[rows.start, rows.stop]
         is_half = columns.start % width == 0 and columns.stop - columns.start == width
+        # The kernel makes both halves at once: anything else, such as ranks that differ, keeps its own calls.
         if not is_half or half in own or None in call.outputs:
             return {}
         own[half] = place

@@ -37,6 +37,7 @@ def lanes(calls: Sequence[Call]) -> list[Call]:
     for index, (call, block) in enumerate(zip(calls, blocks(calls), strict=True)):
         read, written = reads(call), writes(call)
         needed = touched.needed(call, read, written, block, last.get(MAIN))
+        # What the lane's last call has waited for is done, and needs no wait: each is an event.
         clock = dict(clocks[last[call.lane]]) if call.lane in last else {}
         waits = []
         for other in sorted(needed, reverse=True):  # the latest first: what it has waited for is done as well
@@ -70,8 +71,10 @@ class _Touched:
             found.update(self.readers.get(name, ()))
         if call.lane == MAIN:
             found.update([self.stored_before[other] for other in found if other in self.stored_before])
+            # Two layers on: earlier, the main lane would wait for a copy; later, slots would live too long.
             while self.pending and self.pending[0][1] + 2 <= block:
                 found.add(self.pending.popleft()[0])
+        # A new slot may lie where one of the main lane's has just died: lifetimes order no lanes.
         elif main is not None and any(name not in self.writers for name in written):
             found.add(main)
         return found

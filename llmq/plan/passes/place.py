@@ -55,6 +55,7 @@ def place(name: str, calls: Sequence[Call]) -> Program:
     for storage, slot in slots.items():
         root = roots.get(storage, storage)
         known = lives.get(root, slot)
+        # Storages of one root are one lifetime, from the first write of any to the last read of any.
         size, first, last = max(known.size, slot.size), min(known.first, slot.first), max(known.last, slot.last)
         lives[root] = _Slot(slot.home, size, first, last)
     by_root: dict[str, Placement] = {}
@@ -126,6 +127,7 @@ def _shared(calls: Sequence[Call], slots: Mapping[str, _Slot]) -> dict[str, str]
             # Copies have other widths or layouts than the value, so only the value can take its input's bytes.
             if result is None or None not in result.forms or source is None or source.space != "activation":
                 continue
+            # A piece of a larger slot has neighbours that may still be read.
             plain = source.form is None and source.view is None and result.ref.view is None
             made, read = storage_name(result.ref), storage_name(source)
             begins = slots[made].first == index  # a piece of it may have been written before

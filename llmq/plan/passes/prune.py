@@ -14,6 +14,7 @@ def prune(calls: Sequence[Call]) -> list[Call]:
     read: set[tuple[str, bool]] = set()
     kept = []
     for call in reversed(calls):
+        # One read result keeps the whole call; which of its forms are made is decided later, by `forms`.
         if any(result is not None and _is_read(result.ref, read) for result in call.outputs):
             # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)

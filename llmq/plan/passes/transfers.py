@@ -36,6 +36,7 @@ def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
         index, ref = written[item]
         kept = ref.entire
         hosted = changed(kept, home="host")
+        # As soon as it is written: the earlier it leaves, the earlier its bytes serve others.
         before[index + 1].append(moved("copy_to_host", hosted, kept))
         before[starts[first_read]].append(moved("copy_to_device", changed(kept, again=True), hosted))
     return [one for index in range(len(calls) + 1) for one in (*before[index], *calls[index : index + 1])]
