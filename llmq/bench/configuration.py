@@ -101,7 +101,8 @@ class Configuration:
         method = spec.adapters
         if self.at_once > 1 and isinstance(method, Lora):
             method = alike(method, self.at_once, spec.batch_size)
-        return replace(spec, hyper=replace(spec.hyper, clips_by_last=spec.memory.fused), adapters=method)
+        by_last = spec.memory.fused or memory.is_to_fit(options.memory)  # which may choose it
+        return replace(spec, hyper=replace(spec.hyper, clips_by_last=by_last), adapters=method)
 
     def on_ranks(self, rank: int, size: int, level: int) -> Configuration:
         """The same on one of several ranks, which share what this level shares."""

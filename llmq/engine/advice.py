@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice, product
-from typing import Any
+from dataclasses import dataclass
 
 from llmq.disk import MIB, shown
 from llmq.engine.cost import Costs
 from llmq.engine.predict import sustained
-from llmq.errors import MemoryLimitError, UsageError
+from llmq.engine.search import Available, Search, Setting
+from llmq.errors import MemoryLimitError
 from llmq.hardware import cards
 from llmq.hardware.cards import Card
-from llmq.plan.lattice import Box, Cost, Point, fastest
-from llmq.plan.plan import Plan, Scratch, uncollected
-from llmq.plan.remedies import NOTHING, Changes, Remedy, axes, frames, last_frames, levels, typed
-from llmq.plan.spec import Spec
+from llmq.plan.plan import Plan, Scratch
+from llmq.plan.remedies import IN_TILES, NOTHING, WHOLE, Terms, alternatives, last_alternatives
 from llmq.tensor import stored_bytes
 
-WORTH = 0.99  # of the time of a step is the most that one with other numbers may take
 BEST = 3  # remedies that are listed
 KEEPING = 2  # of them such that change no number, where there are others
-SURE = 0.96  # of the room: an estimate above that is confirmed by a plan of the whole
 MUCH = 0.02  # of the room: attention workspace above that is worth doing without
-FEW_LAYERS = 8  # of a model whose plan is made as fast as an estimate
 USUAL_STEPS = 4  # micro-batches of a step, where that is not known
+LONG = 8192  # tokens of a row whose MLP is worth tiles
 UNKNOWN = 2**62  # bytes of a host that is not known
 USUAL_CARD = "H200"  # by whose rates remedies are in order where no card is known
-MARK = " (changes numbers)"
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,8 @@ class Limits:
     `free_bytes` of the device, and of the host what each of `processes` on it may keep; None: not known.
     `in_one`: the device is the host, as on the CPU. Plans are made with `scratch_bytes`; `relaxed_scratch` is the same
     for a run that need not repeat its bits, None where there is no such run. `has_global_batch`: the number of
-    micro-batches follows from their size. Times are those of a `card`, or not said.
+    micro-batches follows from their size. The logits are cut by `gpu_bytes`, attention's backward in as few chunks as
+    fit (`auto_chunks`), or as is given. Times are those of a `card`, or not said.
     """
 
     free_bytes: int
@@ -50,22 +45,23 @@ class Limits:
     in_one: bool = False
     micro_steps: int = USUAL_STEPS
     has_global_batch: bool = False
+    gpu_bytes: int = 0
+    auto_chunks: bool = False
     card: Card | None = None
 
-
-@dataclass(frozen=True)
-class Setting:
-    """Options that are added to those of a run, and what a step with them costs, in seconds of `tokens`."""
-
-    changes: Changes
-    cost: Cost
-    tokens: int
-    mark: str = ""
+    @property
+    def room(self) -> Available:
+        """What is free, as a search compares costs with it."""
+        known = self.host_bytes is not None and not self.in_one
+        return Available(self.free_bytes, max(self.host_bytes or 0, 0) if known else UNKNOWN, self.in_one)
 
     @property
-    def flags(self) -> str:
-        """The options as typed."""
-        return typed(self.changes) + self.mark
+    def costs(self) -> dict[bool, Costs]:
+        """What prices plans of a run that repeats its bits, and of one that need not (True), if there is one."""
+        rates = sustained(cards.rated(self.card or cards.named(USUAL_CARD)))  # type: ignore[arg-type]
+        assert rates is not None
+        scratches = {False: self.scratch_bytes, True: self.relaxed_scratch}
+        return {key: Costs(one, one, rates) for key, one in scratches.items() if key is False or one is not None}
 
 
 def table(best: Sequence[Setting], processes: int = 1, *, has_rates: bool = True) -> list[str]:
@@ -131,96 +127,33 @@ def requests(plan: Plan, home: str = "device") -> str:
 
 def remedies(plan: Plan, room: Limits) -> list[Setting]:
     """The fastest combinations of remedies that fit, such that keep all numbers first."""
-    search = _Remedies(plan, room)
-    with uncollected():
-        keeping = search.best([NOTHING], KEEPING)
-        within_s = WORTH * keeping[0].cost.seconds if keeping else math.inf
-        others = (*search.usual, *([] if keeping else last_frames(plan.spec)))  # the mildest first
-        changing = (search.best([one], BEST - len(keeping), within_s) for one in others)
-        return [*keeping, *next(filter(None, changing), [])]
+    search, usual = _search(plan, room), alternatives(plan.spec, may_relax=_may_relax(plan, room))
+    keeping = search.best([NOTHING], KEEPING)
+    within_s = keeping[0].cost.seconds if keeping else math.inf
+    others = (*usual, *([] if keeping else last_alternatives(plan.spec, search.terms)))  # the mildest first
+    changing = (search.best([one], BEST - len(keeping), within_s) for one in others)
+    return [*keeping, *next(filter(None, changing), [])]
 
 
-class _Remedies:
-    """Combinations of remedies as points of a lattice, and what they cost."""
+def _search(plan: Plan, room: Limits) -> Search:
+    """A search among the settings of a run that does not fit, in micro-batches that are no larger."""
+    spec = plan.spec
+    half = next((n for n in range(spec.batch_size // 2, 0, -1) if spec.batch_size % n == 0), 1)
+    terms = Terms(
+        spec.batch_size * room.micro_steps,
+        tuple(dict.fromkeys((spec.batch_size, half, 1))),
+        (WHOLE, (2, 1, 1), (spec.batch_size, 1, 1), *([IN_TILES] if spec.seq_len >= LONG else [])),
+        counts_steps=not room.has_global_batch,
+        gpu_bytes=room.gpu_bytes,
+        may_undo=room.host_bytes is not None and plan.host_bytes > room.host_bytes,
+        may_host=not room.in_one,
+        auto_chunks=room.auto_chunks,
+    )
+    return Search(spec, terms, room.room, room.costs)
 
-    def __init__(self, plan: Plan, room: Limits) -> None:
-        self._spec, self._room = plan.spec, room
-        rates = sustained(cards.rated(room.card or cards.named(USUAL_CARD)))  # type: ignore[arg-type]
-        assert rates is not None
-        self._costs = {
-            relaxed: Costs(scratch, scratch, rates)
-            for relaxed, scratch in ((False, room.scratch_bytes), (True, room.relaxed_scratch))
-        }
-        self._samples = plan.spec.batch_size * room.micro_steps
-        samples = None if room.has_global_batch else self._samples
-        may_undo = room.host_bytes is not None and plan.host_bytes > room.host_bytes
-        workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
-        counts = workspace * plan.spec.memory.attention_chunks > MUCH * room.free_bytes
-        self.usual = frames(plan.spec, may_relax=counts and room.relaxed_scratch is not None)
-        self._frames: list[tuple[Remedy, Remedy]] = []  # of numbers, and of levels
-        self._axes = axes(plan.spec, samples, may_undo=may_undo, may_host=not room.in_one)
-        self._known: dict[Point, Cost | None] = {}
-        self._enough: Point | None = None  # on each axis, as far as the first that was found
-        self._limits = {
-            "free_bytes": room.free_bytes,
-            "free_host_bytes": UNKNOWN if room.host_bytes is None or room.in_one else max(room.host_bytes, 0),
-        }
 
-    def best(self, frames: Sequence[Remedy], count: int, within_s: float = math.inf) -> list[Setting]:
-        """The fastest that fit, at any level."""
-        start = len(self._frames)
-        self._frames += product(frames, levels(self._spec))
-        low, high = (0,) * len(self._axes), self._enough or tuple(len(axis) - 1 for axis in self._axes)
-        boxes: list[Box] = [((frame, *low), (frame, *high)) for frame in range(start, len(self._frames))]
-        points = fastest(boxes, self._cost_at, self._fits, **self._limits, within_s=within_s)
-        found = [point for point, _ in islice(points, count)]
-        self._enough = self._enough or next((point[1:] for point in found), None)
-        return [self._setting(point) for point in found]
-
-    def _setting(self, point: Point) -> Setting:
-        cost, changes = self._cost_at(point), dict[str, Any]()
-        assert cost is not None
-        for remedy in self._remedies(point):
-            changes |= remedy.options
-        spec = self._spec
-        text = spec.seq_len - spec.adapters.num_virtual
-        mark = MARK if (numbers := self._frames[point[0]][0]).options and not numbers.relaxed else ""
-        return Setting(changes, cost, self._samples * text * spec.sharding.size, mark)
-
-    def _remedies(self, point: Point) -> list[Remedy]:
-        """Those of a point: its level, those of axes, and what changes numbers."""
-        numbers, level = self._frames[point[0]]
-        return [level, *(axis[index] for axis, index in zip(self._axes, point[1:], strict=True)), numbers]
-
-    def _cost_at(self, point: Point) -> Cost | None:
-        if point not in self._known:
-            self._known[point] = self._cost(point)
-        return self._known[point]
-
-    def _cost(self, point: Point, *, whole: bool = False) -> Cost | None:
-        """The cost of a point; None for what cannot be combined."""
-        spec: Spec = self._spec
-        for remedy in self._remedies(point):
-            spec = remedy.of(spec)
-        if spec.batch_size * spec.seq_len % spec.memory.head_chunks:
-            spec = replace(spec, memory=replace(spec.memory, head_chunks=1))
-        costs = self._costs[self._frames[point[0]][0].relaxed]
-        steps = 1 if spec.memory.fused else self._samples // spec.batch_size
-        try:
-            if whole or spec.config.num_layers <= FEW_LAYERS:
-                costs.plan(spec)
-            cost = costs.of(spec, steps)
-        except UsageError:
-            return None
-        cost = replace(cost, seconds=cost.seconds * self._samples / (steps * spec.batch_size))
-        if self._room.in_one:
-            return replace(cost, num_bytes=cost.num_bytes + cost.host_bytes, host_bytes=0)
-        return cost
-
-    def _fits(self, point: Point) -> bool:
-        """Whether a point fits, by a plan of the whole where an estimate is not enough."""
-        cost = self._cost_at(point)
-        assert cost is not None
-        if cost.num_bytes > SURE * self._room.free_bytes:
-            cost = self._known[point] = self._cost(point, whole=True)
-        return cost is not None and not cost.missing(**self._limits)
+def _may_relax(plan: Plan, room: Limits) -> bool:
+    """Whether there is an attention that need not repeat its bits, and a workspace worth doing without."""
+    workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
+    whole = workspace * plan.spec.memory.attention_chunks
+    return room.relaxed_scratch is not None and whole > MUCH * room.free_bytes

@@ -11,7 +11,6 @@ from llmq.data.batches.step import step_of
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown
 from llmq.engine.advice import refuse_if_too_large
-from llmq.engine.cost import Costs
 from llmq.engine.predict import assumed, rates_of, step_seconds
 from llmq.errors import UsageError
 from llmq.files.source import open_source
@@ -35,7 +34,6 @@ from llmq.training.fit import SEARCHING, fitted
 from llmq.training.longest import with_longest
 from llmq.training.room import limits_of
 
-MOST_BYTES = 2**62  # of a host that is not known
 MOST_SLOTS = 12  # that are listed, the largest
 
 
@@ -62,13 +60,11 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
     free = device.memory_bytes(where)[1]
     plan = None
     if longest:
-        room = limits_of(options, where, backend, 1)
-        costs = Costs(room.scratch_bytes, room.scratch_bytes, rates_of(where))
-        relaxed = Costs(room.relaxed_scratch, room.relaxed_scratch, rates_of(where)) if room.relaxed_scratch else None
-        host = MOST_BYTES if room.host_bytes is None else room.host_bytes
-        options, line = with_longest(options, spec_of, costs, free, host, relaxed)
+        limits = limits_of(options, where, backend, 1)
+        costs = limits.costs
+        options, line = with_longest(options, spec_of, costs, limits.room)
         yield line
-        plan = costs.plan(spec_of(options))
+        plan = costs[False].plan(spec_of(options))
     elif memory.is_to_fit(options.memory):
         size, _, micro_steps = step_of(options.data, gpus)
         scratch = (backend.scratch_bytes, backend.scratch_bytes)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from llmq.disk import shown
 from llmq.engine.cost import Costs
+from llmq.engine.search import Available
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.options.parse import Options, minimal
 from llmq.plan.plan import uncollected
+from llmq.plan.remedies import typed
 from llmq.plan.spec import Spec
 
 UNIT = 8192  # tokens that lengths are multiples of, and of a tile: products of so many are as fast as those of more
@@ -18,57 +20,64 @@ MOST = 2**24  # tokens that are tried
 
 
 def with_longest(
-    options: Options,
-    spec_of: Callable[[Options], Spec],
-    costs: Costs,
-    free_bytes: int,
-    free_host_bytes: int,
-    relaxed: Costs | None = None,
+    options: Options, spec_of: Callable[[Options], Spec], costs: Mapping[bool, Costs], room: Available
 ) -> tuple[Options, str]:
     """The options with the longest sequence whose plan fits, and that in words.
 
-    Where there are costs of a run that need not repeat its bits (`relaxed`), the words say what that would have, if it
-    is longer.
-
-    Tiles of the MLP and chunks of the logits, where they are not given, are as many as the length has units.
+    Where there are `costs` of a run that need not repeat its bits (True), the words say what that would have, if it is
+    longer. Tiles of the MLP and chunks of the logits, where they are not given, are as many as the length has units.
     UsageError beside --seq-len and --fit, MemoryLimitError if one unit does not fit.
     """
     told = minimal(options)
-    if taken := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in told]:
-        raise UsageError(f"--longest looks for the length in the settings that are given: leave out {', '.join(taken)}")
-    sizes = {"batch_size": 1, **({} if "global_batch_size" in told else {"grad_accumulation": 1})}
+    if refused := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in told]:
+        raise UsageError(
+            f"--longest looks for the length in the settings that are given: leave out {', '.join(refused)}"
+        )
+    one = {"batch_size": 1, **({} if "global_batch_size" in told else {"grad_accumulation": 1})}
 
-    def settings(units: int) -> dict[str, Any]:
+    def settings(units: int) -> dict[str, int]:
         tiles = {"seq_tiles": units, "lmhead_chunks": units * UNIT // HEAD_UNIT}
         return {"seq_len": units * UNIT, **{key: count for key, count in tiles.items() if key not in told}}
 
     def parsed(units: int) -> Options:
-        return Options.parse({**sizes, **told, **settings(units)})
+        return Options.parse({**one, **told, **settings(units)})
 
-    def most(of: Costs) -> int:
-        def fits(units: int) -> bool:
-            return not of.of(spec_of(parsed(units)), 1).missing(free_bytes, free_host_bytes)
+    shortest = spec_of(parsed(1))
 
-        found = _most(fits, MOST // UNIT)
-        while found:
-            of.plan(spec_of(parsed(found)))  # of all layers, with which `fits` counts from then on
-            if fits(found):
-                break
-            found -= 1
-        return found
+    def spec_at(units: int) -> Spec:
+        found = settings(units)
+        memory = shortest.memory
+        chunks = found.get("lmhead_chunks", memory.head_chunks)
+        tiled = replace(memory, seq_tiles=found.get("seq_tiles", memory.seq_tiles), head_chunks=chunks)
+        return replace(shortest, seq_len=found["seq_len"], memory=tiled)
 
     with uncollected():
-        longest = most(costs)
-        more = most(relaxed) if relaxed else 0
+        most = {relaxed: _longest(of, spec_at, room) for relaxed, of in costs.items()}
+    longest, more = most[False], most.get(True, 0)
     hint = f"--no-deterministic allows {UNIT * more:,}" if more > longest else ""
     if not longest:
         hint = hint or "add --recompute-block, --offload-residual or --base-dtype nf4"
         raise MemoryLimitError(
-            f"--longest: not even {UNIT:,} tokens fit in {shown(free_bytes)} with these settings: {hint}"
+            f"--longest: not even {UNIT:,} tokens fit in {shown(room.free_bytes)} with these settings: {hint}"
         )
-    found = " ".join(f"--{key.replace('_', '-')} {count}" for key, count in settings(longest).items())
-    line = f"The longest sequence in {shown(free_bytes)}, in steps of {UNIT:,} tokens: {found}"
+    found = typed(settings(longest))
+    line = f"The longest sequence in {shown(room.free_bytes)}, in steps of {UNIT:,} tokens: {found}"
     return parsed(longest), f"{line}; {hint} tokens" if hint else line
+
+
+def _longest(costs: Costs, spec_at: Callable[[int], Spec], room: Available) -> int:
+    """The most units that fit, by the plan of the whole in the end."""
+
+    def fits(units: int) -> bool:
+        return not room.missing(costs.of(spec_at(units), 1))
+
+    found = _most(fits, MOST // UNIT)
+    while found:
+        costs.plan(spec_at(found))  # of all layers, with which `fits` counts from then on
+        if fits(found):
+            break
+        found -= 1
+    return found
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

@@ -11,6 +11,7 @@ from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.options.parse import Options
+from llmq.plan import memory
 from llmq.plan.slots import listed
 from llmq.training.describe import level_lines
 from llmq.training.log import RunLog
@@ -30,6 +31,8 @@ def limits_of(options: Options, where: Device, backend: Backend, micro_steps: in
         in_one=not is_gpu,
         micro_steps=micro_steps,
         has_global_batch=options.to_flat()["global_batch_size"] is not None,
+        gpu_bytes=device.memory_bytes(where)[0] if is_gpu else 0,
+        auto_chunks=memory.chooses_attention_chunks(options.memory),
         card=where.card,
     )
 

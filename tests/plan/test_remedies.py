@@ -8,7 +8,7 @@ from tiny_engines import BF16, plan_of, tiny
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
 from llmq.blocks.attention import Packing
-from llmq.hardware.device import pick_device
+from llmq.hardware.device import memory_bytes, pick_device
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset
 from llmq.ops.record import Call
@@ -18,7 +18,18 @@ from llmq.options.parse import Options
 from llmq.plan import precision, remedies
 from llmq.plan.memory import Memory, resolve
 from llmq.plan.plan import make_plan
-from llmq.plan.remedies import axes, frames, last_frames, levels, typed, with_fitting_chunks
+from llmq.plan.remedies import (
+    NOTHING,
+    Terms,
+    alternatives,
+    axes,
+    changes,
+    last_alternatives,
+    levels,
+    masters,
+    typed,
+    with_fitting_chunks,
+)
 from llmq.tensor import Ref
 from llmq.training.facts import Facts
 
@@ -126,44 +137,65 @@ GIVEN = {
 
 
 def resolved(options, size):
-    """The spec of options on the first of so many ranks."""
+    """The spec of options on the first of several ranks."""
     facts = Facts(replace(preset("Qwen2.5-0.5B"), num_layers=4), pick_device(options.system), size=size)
     return facts.spec(options, precision.resolve(options.precision, facts.config))
 
 
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_remedy_is_what_its_options_give(name, undo):
-    """But for chunks that follow from others, or are found."""
+def test_a_changed_spec_is_what_its_options_give(name, undo):
+    """Each remedy of each alternative, and all that need least."""
     size = 2 if name == "ranks" else 1
     told = {"model": "Qwen2.5-0.5B", "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "H200"}
     told |= {"clip_by": "last", "grad_accumulation": 4, **GIVEN[name]}
-    spec = resolved(Options.parse(told), size)
-    samples = spec.batch_size * 4
-    every = [one for axis in axes(spec, samples, may_undo=undo) for one in axis]
-    every += [*frames(spec, may_relax=True), *last_frames(spec), *levels(spec)]
-    assert len({typed(one.options) for one in every}) > 4
+    options = Options.parse(told)
+    spec = resolved(options, size)
+    sizes = tuple(n for n in (16, 4, 1) if 4 * spec.batch_size % n == 0)
+    gpu_bytes = memory_bytes(pick_device(options.system))[0]
+    terms = Terms(4 * spec.batch_size, sizes, gpu_bytes=gpu_bytes, may_undo=undo)
+    every = [
+        NOTHING,
+        *alternatives(spec, may_relax=True),
+        *last_alternatives(spec, terms),
+        *levels(spec),
+        *masters(spec),
+    ]
+    found = set()
+    for alternative in every:
+        base = alternative.of(spec)
+        each = axes(base, terms)
+        tried = [one(base) for axis in each for one in axis]
+        for axis in each:
+            base = axis[-1](base)
+        for after in [*tried, base] if alternative in (NOTHING, every[-1]) else [base]:
+            options = changes(spec, after, terms)
+            found.add(typed(options))
+            again = resolved(Options.parse({**told, **options}), size)
+            assert ordered(again) == ordered(after), typed(options)
+    assert len(found) > 8
 
-    def without_chunks(spec):
-        return replace(
-            spec, memory=replace(spec.memory, attention_chunks=1, head_chunks=1, host=sorted(spec.memory.host))
-        )
 
-    for one in every:
-        again = resolved(Options.parse({**told, **one.options}), size)
-        assert without_chunks(one.of(spec)) == without_chunks(again), typed(one.options)
+def ordered(spec):
+    """Spaces of the host have no order."""
+    return replace(spec, memory=replace(spec.memory, host=sorted(spec.memory.host)))
 
 
 def test_smaller_micro_batches_keep_the_samples_of_a_step():
     spec = plan_of(BF16, config=tiny(), batch_size=12).spec
-    found = [one.options for one in axes(spec, 24, may_undo=False)[2] if "batch_size" in one.options]
-    assert found == [{"batch_size": 6, "grad_accumulation": 4}, {"batch_size": 1, "grad_accumulation": 24}]
-    found = [one.options for one in axes(spec, None, may_undo=False)[2] if "batch_size" in one.options]
-    assert found == [{"batch_size": 6}, {"batch_size": 1}]  # of a --global-batch-size
+
+    def found(**about):
+        terms = Terms(24, (12, 6, 1), **about)
+        return [changes(spec, one(spec), terms) for one in axes(spec, terms)[1]]
+
+    assert found() == [{}, {"batch_size": 6, "grad_accumulation": 4}, {"batch_size": 1, "grad_accumulation": 24}]
+    assert found(counts_steps=False) == [{}, {"batch_size": 6}, {"batch_size": 1}]  # of a --global-batch-size
+    assert found(counts_steps=False, names_size=True)[0] == {"batch_size": 12}
+    assert len(found(given=frozenset({"batch_size"}))) == 1
 
 
 def test_each_on_an_axis_takes_no_more_of_the_device_than_those_before_it():
     plan = plan_of(BF16, config=tiny(num_layers=4), batch_size=4, seq_len=32)
-    for axis in axes(plan.spec, 16, may_undo=False):
-        sizes = [make_plan(one.of(plan.spec)).total_bytes for one in axis]
-        assert sizes == sorted(sizes, reverse=True), [typed(one.options) for one in axis]
+    for axis in axes(plan.spec, Terms(16, (4, 2, 1))):
+        sizes = [make_plan(one(plan.spec)).total_bytes for one in axis]
+        assert sizes == sorted(sizes, reverse=True)

@@ -17,7 +17,7 @@ from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.sgd import Sgd
 from llmq.plan.memory import Memory
-from llmq.plan.remedies import axes, frames, last_frames
+from llmq.plan.remedies import Terms, alternatives, axes, changes, last_alternatives
 from llmq.stores.sharding import Sharding
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
@@ -118,8 +118,11 @@ def test_the_update_in_backward_has_the_bits_of_the_usual_one():
 )
 def test_remedies_are_of_what_it_keeps(hyper, wanted):
     spec = plan_of(FP32, None, CONFIG, hyper).spec
-    every = [*frames(spec, may_relax=False), *last_frames(spec), *chain(*axes(spec, None, may_undo=True))]
-    named = {key for remedy in every for key in remedy.options}
+    terms = Terms(spec.batch_size, (spec.batch_size,))
+    every = [one.of for one in (*alternatives(spec, may_relax=False), *last_alternatives(spec, terms))] + [
+        *chain(*axes(spec, terms))
+    ]
+    named = {key for remedy in every for key in changes(spec, remedy(spec), terms)}
     assert {key for key in named if key.startswith(("opt_", "offload_opt"))} == wanted
 
 

@@ -1,8 +1,8 @@
 """`--fit` and `--memory-limit`: what is chosen beside every choice there is, what is kept, and what is refused."""
 
 import json
+import re
 import time
-from itertools import product
 
 import pytest
 from tiny_engines import tiny
@@ -12,18 +12,18 @@ from llmq.backends import open_backend
 from llmq.cli import estimate as command
 from llmq.cli import train as train_command
 from llmq.disk import GIB, MIB
-from llmq.engine.cost import Costs
-from llmq.engine.predict import rates_of
 from llmq.errors import MemoryLimitError, UsageError
+from llmq.files.source import find_source
 from llmq.hardware import cards, device
 from llmq.hardware.device import pick_device
 from llmq.model.config import to_hf
 from llmq.model.presets import preset
 from llmq.options.parse import Options
 from llmq.plan import precision
+from llmq.plan.remedies import Terms, changes, typed
 from llmq.training import fit
 from llmq.training.facts import Facts
-from llmq.training.fit import Search, fitted
+from llmq.training.fit import fitted
 
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
 CONTEXT = cards.CONTEXT_BYTES
@@ -56,10 +56,8 @@ def options_of(model, **more):
     return Options.parse({**given, **SIZES, **more})
 
 
-def search_of(options, may=()):
-    """The search of these options, and how they are resolved."""
-    from llmq.files.source import find_source
-
+def about(options):
+    """Options, and how they are resolved and planned: arguments of `fitted`."""
     where = pick_device(options.system)
     facts = Facts(find_source(options.model.model, from_scratch=True).config, where)
 
@@ -67,76 +65,46 @@ def search_of(options, may=()):
         return facts.spec(tried, precision.resolve(tried.precision, facts.config))
 
     scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
-    costs = Costs(scratch, scratch, rates_of(where))
-    samples = options.data.batch_size * options.data.grad_accumulation
-    about = (options, spec_of, where, scratch, scratch, samples)
-    return Search(options, spec_of, costs, samples, may, has_fp8=True, kept={}, fixed=options.given), about
+    return options, spec_of, where, scratch, scratch, options.data.batch_size * options.data.grad_accumulation
 
 
-def every_point(search):
-    """All points of all frames with what they cost."""
-    for frame in range(len(search.frames)):
-        low, high = search._box(frame)
-        for point in product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))):
-            if (cost := search.cost_at(point)) is not None:
-                yield point, cost
+def within(mib, **more):
+    """An option for a card that has so many MiB beside CUDA's context, and others."""
+    return {"memory_limit": f"{CONTEXT / MIB + mib}MiB", **more}
 
 
-WITHOUT_CHUNKS = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": True}
-WITH_STATES_ON_HOST = {**WITHOUT_CHUNKS, "offload_optimizer": True, "offload_gradients": True}
+def refused(options):
+    """The error of a search that finds nothing."""
+    with pytest.raises(MemoryLimitError) as caught:
+        fitted(*about(options))
+    return str(caught.value)
 
 
 @pytest.mark.slow
+def test_what_is_printed_are_settings_of_one_step(model):
+    chosen = fitted(*about(options_of(model, **within(40))))
+    flat = chosen.options.to_flat()
+    assert flat["batch_size"] * flat["grad_accumulation"] == 8, "the tokens of a step stay"
+    assert not flat["fit"] and {**flat, **chosen.changes} == flat and chosen.changes["batch_size"] == flat["batch_size"]
+    assert chosen.plan.total_bytes <= 40 * MIB and 3 <= len(chosen.lines) <= 7
+    assert chosen.lines[2].endswith(typed(chosen.changes))
+
+
 @pytest.mark.parametrize(
-    ("may", "given"),
+    ("may", "changing"),
     [
-        ((), WITH_STATES_ON_HOST),
-        ((), WITHOUT_CHUNKS),
-        (("states",), WITH_STATES_ON_HOST),
+        ((), set()),
+        (("states",), {"opt_m_dtype", "opt_v_dtype", "master_dtype"}),
+        (fit.ALL_MAY, {"opt_m_dtype", "opt_v_dtype", "master_dtype", "matmul_dtype"}),
     ],
 )
-def test_the_fastest_that_fits_of_all_is_taken(model, monkeypatch, may, given):
-    """In rooms from nearly none to enough for every setting."""
-    monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
-    monkeypatch.setattr(fit, "TILES", (1,))
-    search, _ = search_of(options_of(model, global_batch_size=4, **given), may)
-    points = dict(every_point(search))
-    sizes = sorted(cost.num_bytes for cost in points.values())
-    for share in (0.0, 0.05, 0.3, 0.6, 1.0):
-        free = sizes[int(share * (len(sizes) - 1))]
-        fitting = [cost for cost in points.values() if cost.num_bytes <= free]
-        best = search.best(free_bytes=free, free_host_bytes=2**62)
-        assert best[0].cost.num_bytes <= free
-        chosen = min(cost.seconds for cost in fitting)
-        assert search.cost_at(_point_of(search, points, best[0])).seconds == pytest.approx(chosen, rel=1e-3)
-
-
-def _point_of(search, points, setting):
-    return next(point for point in points if search.changes(point) == setting.changes)
-
-
-@pytest.mark.slow
-def test_what_is_printed_fits_and_needs_less_and_less(model):
-    search, _ = search_of(options_of(model))
-    most = search.cost_at((0,) * 8).num_bytes
-    best = search.best(free_bytes=most - 1, free_host_bytes=2**62)
-    sizes = [one.cost.num_bytes for one in best]
-    assert len(best) == 5 and sizes[0] < most and sizes == sorted(sizes, reverse=True)
-    assert [one.cost.seconds for one in best] == sorted(one.cost.seconds for one in best)
-    for one in best:
-        flat = search.parsed(one.changes).to_flat()
-        assert flat["batch_size"] * flat["grad_accumulation"] == 8, "the tokens of a step stay"
-        assert not flat["fit"] and {**flat, **one.changes} == flat
-
-
-@pytest.mark.slow
-def test_numbers_change_only_where_they_may(model):
-    states = {"opt_m_dtype", "opt_v_dtype", "master_dtype"}
-    for may, changing in (((), set()), (("states",), states), (fit.ALL_MAY, {*states, "matmul_dtype"})):
-        search, _ = search_of(options_of(model), may)
-        keys = {key for frame in search.frames for key in frame}
-        keys |= {key for axes in search.axes for axis in axes for changes in axis for key in changes}
-        assert keys & {*NUMBERS} == changing
+def test_numbers_change_only_where_they_may(model, may, changing):
+    options, spec_of, where, *_ = about(options_of(model))
+    spec, terms = spec_of(options), Terms(8, (8, 1))
+    alternatives = fit._alternatives(spec, terms, fit._other_matmuls(options, spec, spec_of, where), may)
+    assert {key for alternative in alternatives for key in changes(spec, alternative.of(spec), terms)} & {
+        *NUMBERS
+    } == changing
 
 
 @pytest.mark.slow
@@ -145,7 +113,7 @@ def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
     model = folder(tmp_path / "wide", **wide)
     for may, dtype in ((None, "bf16"), ("matmul", "e4m3")):
         options = options_of(model, fit_may=may, seq_len=1024)
-        assert fitted(*search_of(options)[1]).options.precision.matmul_dtype == dtype
+        assert fitted(*about(options)).options.precision.matmul_dtype == dtype
 
 
 @pytest.mark.slow
@@ -157,10 +125,10 @@ def test_what_is_given_stays(model):
         "seq_tiles": 1,
         "opt_m_dtype": "bf16",
     }
-    chosen = fitted(*search_of(options_of(model, **given))[1])
+    chosen = fitted(*about(options_of(model, **given)))
     assert {key: chosen.options.to_flat()[key] for key in given} == given
     whole = options_of(model, global_batch_size=8)
-    chosen = fitted(*search_of(whole)[1]).options
+    chosen = fitted(*about(whole)).options
     assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
 
 
@@ -169,33 +137,27 @@ def test_the_size_of_a_micro_batch_stays_where_it_is_given(model, given):
     """At its default, too, and where it follows from what is given."""
     sizes = {"global_batch_size": None, "batch_size": 4, "grad_accumulation": 2, **given}
     only = {key: value for key, value in sizes.items() if key in ("global_batch_size", *given)}
-    search, _ = search_of(options_of(model, **only))
-    assert [one for axes in search.axes for one in axes[3]] == [{"batch_size": sizes["batch_size"]}]
-    search, _ = search_of(options_of(model))
-    assert [one["batch_size"] for one in search.axes[0][3]] == [8, 4, 2, 1]
+    chosen = fitted(*about(options_of(model, lmhead_chunks=1, attn_bwd_chunks=1, seq_tiles=1, **only)))
+    assert "batch_size" not in chosen.changes and chosen.options.data.batch_size == sizes["batch_size"]
 
 
+@pytest.mark.slow
 def test_a_default_that_is_given_stays(model):
     given = {"recompute_block": False, "offload_gradients": False, "opt_m_dtype": "fp32", "seq_tiles": 1}
-    search, _ = search_of(options_of(model, **given), ("states",))
-    tried = {key for axes in search.axes for axis in axes for changes in axis for key in changes}
-    tried |= {key for frame in search.frames for key in frame}
-    assert tried.isdisjoint(given) and {"recompute_ffn", "stream_weights", "master_dtype"} <= tried
-    search, _ = search_of(options_of(model, attn_bwd_chunks="auto", lmhead_chunks=0))
-    assert {"attn_bwd_chunks", "lmhead_chunks"} <= {key for changes in search.axes[0][-1] for key in changes}
+    chosen = fitted(*about(options_of(model, fit_may="states", **within(45), **given)))
+    assert chosen.changes and chosen.changes.keys().isdisjoint(given)
+    assert {key: chosen.options.to_flat()[key] for key in given} == given
 
 
 @pytest.mark.slow
 def test_where_the_given_size_is_too_large_that_is_advised(model):
-    search, _ = search_of(options_of(model, global_batch_size=None, batch_size=4))
-    found = search.shortage(free_bytes=MIB, free_host_bytes=2**62)
+    found = refused(options_of(model, global_batch_size=None, batch_size=4, fit_may="states,matmul", **within(1)))
     assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
 
 
 def test_a_search_says_now_and_then_how_many_it_tried(model, monkeypatch, capsys):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
-    monkeypatch.setattr(fit, "RECOMPUTE", ("",))
     given = [f"--{key.replace('_', '-')}={value}" for key, value in {"batch_size": 2, "attn_bwd_chunks": 1}.items()]
     code, said = estimated(capsys, model, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
     lines = said.err.splitlines()
@@ -204,38 +166,25 @@ def test_a_search_says_now_and_then_how_many_it_tried(model, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_numbers(model):
-    options = options_of(model, fit_may="states,matmul", memory_limit=f"{CONTEXT // MIB + 50}MiB")
-    _, about = search_of(options)
     kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
-    flat = fitted(*about, kept).options.to_flat()
+    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept).options.to_flat()
     assert {key: flat[key] for key in kept} == kept
 
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(model):
-    options = options_of(model, memory_limit=f"{CONTEXT // MIB + 1}MiB", **WITH_STATES_ON_HOST)
-    with pytest.raises(MemoryLimitError) as caught:
-        fitted(*search_of(options)[1])
-    found = str(caught.value)
+    found = refused(options_of(model, **within(1)))
     assert found.startswith("--fit: no setting fits: the nearest, --") and "--batch-size 1" in found
     assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
-
-
-@pytest.mark.slow
-def test_where_the_host_is_small_that_is_said(model):
-    search, _ = search_of(options_of(model))
-    found = search.shortage(free_bytes=MIB, free_host_bytes=-1)
-    assert "no setting fits" in found
+    assert "MiB of the host, 1.0 MiB are free" in refused(options_of(model, **within(1, host_memory_limit="1MiB")))
 
 
 @pytest.mark.slow
 def test_more_that_may_be_chosen_is_advised(model):
-    search, _ = search_of(options_of(model))
-    narrow, _ = search_of(options_of(model), fit.ALL_MAY)
-    least = search.nearest(free_bytes=0, free_host_bytes=2**62).cost.num_bytes
-    room = {"free_bytes": least - 1, "free_host_bytes": 2**62}
-    assert not narrow.nearest(**room).cost.missing(*room.values())
-    assert search.shortage(**room).endswith(": --fit-may states,matmul allows one that does")
+    """In a little less than what fits if no number changes."""
+    said = re.search(r"needs ([\d.]+) MiB", refused(options_of(model, **within(1))))
+    found = refused(options_of(model, **within(float(said[1]) - 0.1)))
+    assert found.endswith(": --fit-may states,matmul allows one that does")
 
 
 UNIT = "give a size above 0 with its unit, such as 16GiB or 800MiB"
@@ -262,20 +211,14 @@ def test_refused_options(model, given, message):
 def test_what_a_search_cannot_compare_is_refused(model):
     options = options_of(model, matmul_dtype="auto")
     with pytest.raises(UsageError, match="--matmul-dtype auto times them first: use e4m3"):
-        fitted(*search_of_unknown(options))
+        fitted(options, None, pick_device(options.system), None, None, 8)
 
 
 def test_a_size_has_the_rates_of_a_card_which_is_named(model):
-    search, (_, _, where, *_) = search_of(options_of(model, gpu="24GiB"))
-    named, _ = search_of(options_of(model))
-    assert search.cost_at((0,) * 8).seconds == named.cost_at((0,) * 8).seconds > 0
-    (title, *_) = fit.lines_of([], GIB, where)
-    assert "1.0 GiB, with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
-
-
-def search_of_unknown(options):
-    """Arguments of a search that ends before it begins."""
-    return options, None, pick_device(options.system), None, None, 8
+    given = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 1, "batch_size": 1}
+    title, *rows = fitted(*about(options_of(model, gpu="24GiB", **given))).lines
+    assert "with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
+    assert rows[1] == fitted(*about(options_of(model, **given))).lines[2]
 
 
 def test_a_limit_is_the_memory_that_a_card_has():
@@ -368,6 +311,6 @@ def test_the_largest_models_take_less_than_half_a_minute(tmp_path):
     assert config.num_layers == 80
     options = options_of("Qwen2.5-72B", gpu="H200", memory_limit="80GiB", global_batch_size=512, seq_len=1024)
     began = time.process_time()
-    found = fitted(*search_of(options)[1])
+    found = fitted(*about(options))
     assert time.process_time() - began < 30  # 16 to 18 s on a core that took 42 s with pieces of 64 MiB
     assert found.plan.total_bytes <= 80 * GIB - CONTEXT

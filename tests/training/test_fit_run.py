@@ -14,6 +14,7 @@ from llmq.engine.predict import sustained
 from llmq.files.checkpoint import load
 from llmq.hardware import cards
 from llmq.options.parse import Options
+from llmq.plan import remedies
 from llmq.training import fit
 from llmq.training.ranks import Ranks
 from llmq.training.train import run
@@ -23,11 +24,18 @@ from llmq.training.train import run
 def given(given, monkeypatch):
     """Steps of four samples, on a device with the rates of an H200, with two ways to save memory."""
     monkeypatch.setattr(fit, "rates_of", lambda where: sustained(cards.named("H200")))
-    monkeypatch.setattr(fit, "RECOMPUTE", ("", "block"))
-    monkeypatch.setattr(fit, "TILES", (1,))
+    monkeypatch.setattr(remedies, "RECOMPUTE", ("", "block"))
     sizes = {"global_batch_size": 4, "steps": 4, "ckpt_interval": 2, "ckpt_keep_n": 0}
     given = {key: value for key, value in given.items() if key not in fit.SIZES}
-    return {**given, **sizes, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "offload_residual": True, "fit": True}
+    return {
+        **given,
+        **sizes,
+        "lmhead_chunks": 1,
+        "attn_bwd_chunks": 1,
+        "seq_tiles": 1,
+        "offload_residual": True,
+        "fit": True,
+    }
 
 
 def train(given, size, **more):

@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 STEP = 524_288
 SEVEN = "--matmul-dtype e4m3 --opt-m-dtype bf16 --opt-v-dtype bf16"
 STREAMED = (
-    "--stream-weights --offload-gradients --offload-optimizer --batch-size 16 --recompute-ffn --recompute-norm "
+    "--stream-weights --offload-gradients --offload-optimizer --batch-size 16 --recompute-norm --recompute-ffn "
     "--recompute-att"
 )
 QLORA = "--lora-rank 32 --base-dtype nf4 --recompute-block --offload-residual --no-deterministic --batch-size 1"
@@ -51,7 +51,7 @@ IN_24 = (
     "--opt-m-dtype int8 --opt-v-dtype e4m3 --stream-weights --offload-gradients --offload-optimizer --batch-size 16 "
     "--recompute-block"
 )
-LONG = "--offload-optimizer --batch-size 1 --recompute-ffn --recompute-norm --offload-residual"
+LONG = "--offload-optimizer --batch-size 1 --recompute-norm --recompute-ffn --offload-residual"
 NF4 = "--lora-rank 16 --base-dtype nf4 --recompute-block --offload-residual --lmhead-chunks 4 --batch-size 1"
 ROWS = [
     Must("Qwen2.5-7B, e4m3", "Qwen2.5-7B", IN_16, SEVEN, limit=16),
