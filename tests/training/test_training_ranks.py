@@ -20,6 +20,9 @@ from llmq.report.read import read_log
 from llmq.training.ranks import Ranks, joined
 from llmq.training.train import run
 
+# Of weights, where sums have another order: a hundredth of the rate, as Adam divides by the gradient's own size, so that
+# one whose terms nearly cancel moves its weight by what rounding has left. Which one that is depends on the processor.
+ROOM = {"rtol": 1e-3, "atol": 1e-4}
 STEPS = 6
 
 
@@ -72,7 +75,7 @@ def test_ranks_train_as_one_does(given, level):
     assert [loss[:2] for loss in one] == [loss[:2] for loss in two]
     np.testing.assert_allclose([loss[2] for loss in one], [loss[2] for loss in two], rtol=1e-5)
     for key, value in exported("on1").items():
-        np.testing.assert_allclose(exported("on2")[key], value, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(exported("on2")[key], value, **ROOM)
 
 
 @pytest.mark.slow
@@ -97,7 +100,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
     train(given, after, "parts", lr_schedule="constant", warmup=0, **{"continue": "newest", "overwrite": False})
     whole, parts = (exported(name) for name in ("whole", "parts"))
     for key, value in whole.items():
-        np.testing.assert_allclose(parts[key], value, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(parts[key], value, **ROOM)
         assert before != after or np.array_equal(parts[key], value)
 
 
@@ -115,7 +118,7 @@ def test_a_run_with_all_on_the_host_goes_on_without(given, before, after):
         train(given, before, name, steps=4, **level, **first)
         train(given, after, name, **{"continue": "newest", "overwrite": False}, **then)
         for key, value in exported("whole").items():
-            np.testing.assert_allclose(exported(name)[key], value, rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(exported(name)[key], value, **ROOM)
             assert before != after or np.array_equal(exported(name)[key], value)
 
 
