@@ -20,8 +20,8 @@ from llmq.report.read import read_log
 from llmq.training.ranks import Ranks, joined
 from llmq.training.train import run
 
-# Of weights, where sums have another order: a hundredth of the rate, as Adam divides by the gradient's own size, so that
-# one whose terms nearly cancel moves its weight by what rounding has left. Which one that is depends on the processor.
+# Of weights, where sums have another order: a hundredth of the rate. Adam divides by the gradient's own size, so one
+# whose terms nearly cancel moves its weight by what rounding has left; which one that is depends on the processor.
 ROOM = {"rtol": 1e-3, "atol": 1e-4}
 STEPS = 6
 
