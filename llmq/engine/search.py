@@ -92,6 +92,7 @@ class Search:
     def nearest(self, alternatives: Sequence[Alternative]) -> Setting | None:
         """The setting that misses least, of those that need least of the device, or of the host."""
         with uncollected():
+            # The frugal ends: what they miss, every other setting misses, too.
             points = {point for low, high in self._boxes(alternatives) for point in (high, (*low[:2], *high[2:]))}
             found = [self._setting(point) for point in sorted(points) if self._cost_at(point) is not None]
         return min(found, key=lambda one: self.room.missing(one.cost), default=None)
@@ -99,6 +100,7 @@ class Search:
     def _boxes(self, alternatives: Sequence[Alternative]) -> list[Box]:
         """All points of these alternatives at any level, as far as anything that is given stays."""
         found: list[Box] = []
+        # Levels and what changes numbers have no order, so each pair is a lattice of its own.
         for alternative in (one + level for one, level in product(alternatives, levels(self.spec))):
             base = alternative.of(self.spec)
             try:
@@ -109,6 +111,7 @@ class Search:
                 self._alternatives.append(alternative)
                 self._axes.append(axes(base, self.terms))
                 high = [len(axis) - 1 for axis in self._axes[-1]]
+                # What is enough without a change of numbers is enough with one, which takes less.
                 high = [*map(min, high, self._enough or high)]
                 number = len(self._alternatives) - 1
                 found.append(((number, *(0 for _ in high)), (number, *high)))
@@ -145,11 +148,13 @@ class Search:
         spec, costs = self._spec_at(point), self._costs[self._alternatives[point[0]].relaxed]
         steps = 1 if spec.memory.fused else self.terms.samples // spec.batch_size
         try:
+            # An estimate is made of plans of two and three layers: of a small model it would take as long.
             if whole or spec.config.num_layers <= FEW_LAYERS:
                 costs.plan(spec)
             cost = costs.of(spec, steps)
         except UsageError:
             return None
+        # A micro-batch that does not divide the samples leaves some out: count what the step takes for all.
         cost = replace(cost, seconds=cost.seconds * self.terms.samples / (steps * spec.batch_size))
         if self.room.in_one:
             return replace(cost, num_bytes=cost.num_bytes + cost.host_bytes, host_bytes=0)

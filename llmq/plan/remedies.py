@@ -92,6 +92,7 @@ def axes(spec: Spec, terms: Terms) -> list[Axis]:
 
 def alternatives(spec: Spec, *, may_relax: bool) -> list[Alternative]:
     """What changes numbers, or the bits of the next run, the mildest first."""
+    # The deterministic attention backward of cuDNN has a workspace that grows with the square of the sequence.
     found = [Alternative(relaxed=True)] if may_relax else []
     adapters = spec.adapters
     if adapters.freezes:
@@ -108,6 +109,7 @@ def last_alternatives(spec: Spec, terms: Terms) -> list[Alternative]:
     dtypes = spec.precision
     states = _with_dtypes(narrower(spec.hyper.rule, 1))
     found = [states + _with_dtypes(master=dtypes.model, grad=dtypes.model)]
+    # Many ranks have neither: refusals.py says why.
     if spec.sharding.size == 1:
         least = states + _with_dtypes(master="none")
         row = partial(_in_batches, size=1, terms=terms)
@@ -166,6 +168,7 @@ def _with_dtypes(states: Mapping[str, str] | None = None, **dtypes: str) -> Alte
 
     def changed(spec: Spec) -> Spec:
         precision = replace(spec.precision.with_states(states or {}), **dtypes)  # type: ignore[arg-type]
+        # A master that is the weight itself lives where forward reads it.
         keeps = precision.has_own_master or "weight" in spec.memory.host
         host = tuple(space for space in spec.memory.host if keeps or space != MASTER)
         return _with(replace(spec, precision=precision), host=host)
@@ -179,6 +182,7 @@ def _hosted(spec: Spec, terms: Terms) -> list[Remedy]:
     dtypes, now, trains = spec.precision, set(spec.memory.host), not spec.adapters.freezes
     streams, names = "weight" in now, [kind.name for kind in spec.hyper.rule.states]
     states = {*names, *({MASTER} if dtypes.has_own_master else ())}
+    # Each set has all those before it: a search may then bound what lies between by its ends.
     chain = [set[str](), *({name} for name in names[:-1] if trains), *([states] if states else [])]
     chain += [] if spec.memory.fused else [{*states, "grad"}]
     rungs = [(spaces, spec.memory.persistent_quants) for spaces in chain]
@@ -189,6 +193,7 @@ def _hosted(spec: Spec, terms: Terms) -> list[Remedy]:
         rungs = [rungs[0], *copies, *rungs[1:], *(({*spaces, *chain[-1]}, is_kept) for spaces, is_kept in copies)]
     if trains and not streams and dtypes.master != "none":
         rungs.append(({*chain[-1], MASTER, "weight"}, True))
+    # What the run asks for may be no rung; it is one then, as the search begins from it.
     if (now, spec.memory.persistent_quants) not in rungs:
         rungs.insert(1, (now, spec.memory.persistent_quants))
     found = [one for one in rungs if terms.may_undo or now <= one[0]]
@@ -211,6 +216,7 @@ def _batches(spec: Spec, terms: Terms) -> list[Remedy]:
 def _recomputed(spec: Spec) -> list[Remedy]:
     """What is made again in backward, beside what is already."""
     found: dict[frozenset[str], Remedy] = {}
+    # Of levels with the same roles the first: the others would be the same plan once more.
     for level in RECOMPUTE:
         names = {*spec.memory.flags, *(f"recompute_{name}" for name in level.split())}
         flags = tuple(name for name in ROLES if name in names)
@@ -239,6 +245,7 @@ def _chunks(spec: Spec, terms: Terms) -> list[Remedy]:
 
 def _extras(spec: Spec) -> list[Remedy]:
     """What trains nothing: errors of fp8 copies that are measured, and then texts that are written."""
+    # Errors of copies are of less use than texts, so they go first.
     found: list[Remedy] = [lambda spec: spec]
     found += [lambda spec: replace(spec, observe=False)] if spec.observe else []
     found += [lambda spec: replace(spec, observe=False, completions=None)] if spec.completions else []
@@ -259,6 +266,7 @@ def _fewest(spec: Spec, terms: Terms) -> int:
 
 def _in_batches(spec: Spec, *, size: int, terms: Terms) -> Spec:
     """The spec with micro-batches of another size."""
+    # No more chunks than rows, and as large as they were at least.
     chunks = divisor(size, min(spec.memory.attention_chunks, size))
     sized = replace(_with(spec, attention_chunks=chunks), batch_size=size)
     return sized if _is_cut(spec, terms) else _with(sized, head_chunks=_fewest(sized, terms))
