@@ -10,6 +10,7 @@ from in_process import run_ranks
 from tiny_runs import weights_of
 
 import llmq
+from llmq.engine import search
 from llmq.engine.predict import sustained
 from llmq.files.checkpoint import load
 from llmq.hardware import cards
@@ -79,3 +80,15 @@ def test_it_is_resumed_on_another_number_of_ranks(given, sizes):
     assert result.exit_code == 0 and console.count("1 is taken:") == 1 and load(result.checkpoint_path)[0]["step"] == 4
     assert {key: after[key] for key in fit.NUMBERS} == {key: before[key] for key in fit.NUMBERS}
     assert after["opt_m_dtype"] == "bf16" and after["global_batch_size"] == 4
+
+
+def test_all_ranks_share_what_the_level_that_was_chosen_shares(given, monkeypatch):
+    """Where nothing else fits: the bits are those of a run that is given the level."""
+    real = remedies.levels
+    monkeypatch.setattr(search, "levels", lambda spec: real(spec)[-1:])
+    (one, _), console = train(given, 2, name="fit", model_dtype="bf16")
+    chosen = options_of(one)
+    assert chosen["zero_level"] == 3 and "--zero-level 3" in console
+    same = {key: chosen[key] for key in ("batch_size", "grad_accumulation", "recompute_block", "offload_optimizer")}
+    (again, _), _ = train(given, 2, name="by hand", model_dtype="bf16", fit=None, zero_level=3, **same)
+    assert weights_of(one.checkpoint_path) == weights_of(again.checkpoint_path)
