@@ -1,7 +1,5 @@
 """Prompt tuning and prefix tuning against PEFT, live: losses, gradients, steps of AdamW, folders both ways, logits."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -156,9 +154,11 @@ def test_folders_are_read_both_ways(method, family, tmp_path):
     assert_same_logits(run, found, tokens)
     about = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     written = found.generate(input_ids=torch.from_numpy(tokens[:1, :7]).long(), **about)[0, 7:].tolist()
-    settings = GenerateOptions(model=str(tmp_path / "base"), adapter=str(tmp_path / "ours"), max_tokens=6, device="cpu")
+    settings = GenerateOptions(
+        model=str(tmp_path / "base"), adapter=str(tmp_path / "ours"), max_tokens=6, device="cpu", ignore_end=True
+    )
     questions = [Question({}, tokens=tuple(tokens[0, :7].tolist()))]
-    (answer,) = Writer(replace(settings, ignore_end=True), reads_text=False).answers(questions)
+    (answer,) = Writer(settings, reads_text=False).answers(questions)
     assert list(answer.tokens) == written
     with pytest.raises(DataError, match="virtual tokens, which are a part of no weight"):
         merge(source, {tmp_path / "ours": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)

@@ -59,8 +59,9 @@ class Setting:
 class Search:
     """Settings of a run with what they cost, each found once.
 
-    `costs` are those of a run that repeats its bits, and, where there is one (True), of one that need not. `sure` is
-    the share of the room above which a plan of the whole has the last word. `report` gets how many were priced.
+    `costs` are those of a run that repeats its bits, and, where there is one (True), of one that need not. A plan of
+    the whole has the last word on what takes nearly all of the room, and where it `plans_first`, as for a run that
+    begins, on the first that comes out. `report` gets how many were priced.
     """
 
     def __init__(
@@ -70,11 +71,11 @@ class Search:
         room: Available,
         costs: Mapping[bool, Costs],
         *,
-        sure: float = SURE,
+        plans_first: bool = False,
         report: Report = unreported,
     ) -> None:
         self.spec, self.terms, self.room = spec, terms, room
-        self._costs, self._sure, self._report = costs, sure, report
+        self._costs, self._plans_next, self._report = costs, plans_first, report
         self._alternatives: list[Alternative] = []
         self._axes: list[list[Axis]] = []  # of each alternative
         self._known: dict[Point, Cost | None] = {}
@@ -164,6 +165,8 @@ class Search:
         """Whether a point fits, by a plan of the whole where an estimate is not enough."""
         cost = self._cost_at(point)
         assert cost is not None
-        if cost.num_bytes > self._sure * self.room.free_bytes:
+        if self._plans_next or cost.num_bytes > SURE * self.room.free_bytes:
             cost = self._known[point] = self._cost(point, whole=True)
-        return cost is not None and not self.room.missing(cost)
+        fits = cost is not None and not self.room.missing(cost)
+        self._plans_next = self._plans_next and not fits
+        return fits

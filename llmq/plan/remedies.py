@@ -198,7 +198,7 @@ def _hosted(spec: Spec, terms: Terms) -> list[Remedy]:
         rungs.insert(1, (now, spec.memory.persistent_quants))
     found = [one for one in rungs if terms.may_undo or now <= one[0]]
     return [
-        partial(_with, host=tuple(sorted(spaces)), persistent_quants=is_kept)
+        partial(_with, host=tuple(one for one in HOSTED.values() if one in spaces), persistent_quants=is_kept)
         for spaces, is_kept in (found if terms.may_host else found[:1])
     ]
 

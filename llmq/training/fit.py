@@ -86,8 +86,7 @@ def fitted(
     spec, room = spec_of(start), Available(device.memory_bytes(where)[1], UNKNOWN if host is None else host)
     terms = _terms(options, spec, where, samples, frozenset(options.given if fixed is None else fixed))
     costs = {False: Costs(scratch_bytes, own_scratch_bytes, rates_of(where))}
-    # The first is always planned whole: it is what will run.
-    search = Search(spec, terms, room, costs, sure=0.0, report=report)
+    search = Search(spec, terms, room, costs, plans_first=True, report=report)
     alternatives_of = partial(_alternatives, spec, terms, _other_matmuls(start, spec, spec_of, where))
     best = search.best(alternatives_of(may), BEST)
     if not best:

@@ -11,6 +11,7 @@ from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
+from llmq.adapters.part import PartOfModel
 from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
@@ -256,7 +257,8 @@ def test_errors_of_copies_are_measured_at_every_level(level, master):
 
 def test_errors_of_copies_of_frozen_weights_are_those_of_the_whole():
     """No rank has a share of a weight that is not trained."""
-    frozen = {"frozen": frozenset({"layers.0.mlp.up.weight"}), "observe": True}
+    name = "layers.0.mlp.up.weight"
+    frozen = {"adapters": PartOfModel(name, frozenset({name})), "observe": True}
 
     def work(world):
         sharding = Sharding(world.rank, world.size, **LEVELS[1])

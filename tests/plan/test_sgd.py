@@ -5,12 +5,11 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import test_fused_update
 from in_process import run_ranks
 from ranks import CONFIG as RANKS_CONFIG
 from ranks import LEVELS, Run, rank_batch
 from test_eight_bits import whole_of
-from tiny_engines import BF16, FP32, FP64, batch, engine_of, plan_of, tiny, train_steps
+from tiny_engines import BF16, FP32, FP64, batch, engine_of, fused_result_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
@@ -108,7 +107,7 @@ def test_ranks_that_share_states_out_have_the_bits_of_one(level, momentum):
 def test_the_update_in_backward_has_the_bits_of_the_usual_one():
     hyper = replace(HYPER, clips_by_last=True)
     at_once, usual = (plan_of(BF16, memory, CONFIG, hyper) for memory in (Memory(fused=True), None))
-    assert test_fused_update.trained(at_once) == test_fused_update.trained(usual)
+    assert fused_result_of(at_once) == fused_result_of(usual)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from llmq.model.config import to_hf
 from llmq.model.presets import preset
 from llmq.options.parse import Options
 from llmq.plan import precision
+from llmq.plan.plan import make_plan
 from llmq.plan.remedies import Terms, changes, typed
 from llmq.training import fit
 from llmq.training.facts import Facts
@@ -176,7 +177,8 @@ def test_where_nothing_fits_the_nearest_is_named(model):
     found = refused(options_of(model, **within(1)))
     assert found.startswith("--fit: no setting fits: the nearest, --") and "--batch-size 1" in found
     assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
-    assert "MiB of the host, 1.0 MiB are free" in refused(options_of(model, **within(1, host_memory_limit="1MiB")))
+    hosted = options_of(model, offload_optimizer=True, **within(1, host_memory_limit="1MiB"))
+    assert "MiB of the host, 1.0 MiB are free" in refused(hosted)
 
 
 @pytest.mark.slow
@@ -305,12 +307,15 @@ def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_largest_models_take_less_than_half_a_minute(tmp_path):
-    """72B, streamed, inside half of an H200."""
+def test_a_search_for_the_largest_models_takes_as_long_as_a_few_plans(tmp_path):
+    """72B, streamed, inside half of an H200: about four times as long as the plan of the whole, which it makes once."""
     config = preset("Qwen2.5-72B")
     assert config.num_layers == 80
     options = options_of("Qwen2.5-72B", gpu="H200", memory_limit="80GiB", global_batch_size=512, seq_len=1024)
+    given = about(options)
     began = time.process_time()
-    found = fitted(*about(options))
-    assert time.process_time() - began < 30  # 16 to 18 s on a core that took 42 s with pieces of 64 MiB
+    found = fitted(*given)
+    took, began = time.process_time() - began, time.process_time()
+    make_plan(found.plan.spec, given[3])
+    assert took < 8 * (time.process_time() - began)
     assert found.plan.total_bytes <= 80 * GIB - CONTEXT
