@@ -125,10 +125,3 @@ class GradStore(Protocol):
 
     def shares(self, ops: Ops, only: Container[str] | None = None) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient, or of those rows."""
-
-
-class MomentStore(Protocol):
-    """Holds the optimizer's state."""
-
-    def walk(self, ops: Ops, *, masters_only: bool = False) -> Iterator[tuple[Row, Iterable[Any]]]:
-        """Yields each trained row with the pieces of its state; one is written back when the next is asked for."""

@@ -68,8 +68,8 @@ def dense_step():
             os.chdir(folder)
             given = {key: value for key, value in tiny_options(Path(folder)).items() if not key.startswith("eval")}
             llmq.train(**{**given, "model_dtype": "bf16", "steps": 2})
-            os.chdir(here)
     finally:
+        os.chdir(here)
         entered.unwrap()
     return {
         str(Path(file).relative_to(ROOT)): (len(Path(file).read_text("utf-8").splitlines()), len(functions))

@@ -23,7 +23,6 @@ from llmq.row import Row
 
 BASE, MERGED = "llmq_base.json", "llmq_merged.json"
 DTYPES = ("fp32", "bf16")  # that a run computes in
-BASE_DTYPES = (*DTYPES, *HELD_FORMS)  # that --base-dtype takes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tiny_runs import on_weights
 
 import llmq
 from llmq.adapters import resolve as adapters
-from llmq.adapters.base_record import BASE, BASE_DTYPES, AdapterBase, read_base
+from llmq.adapters.base_record import BASE, DTYPES, AdapterBase, read_base
 from llmq.adapters.merge import merge
 from llmq.cli import shell
 from llmq.cli.generate import command as llmq_generate
@@ -22,7 +22,7 @@ from llmq.cli.merge import command as llmq_merge
 from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.generation.text import Writer
-from llmq.model.held import HeldBase
+from llmq.model.held import HELD_FORMS, HeldBase
 from llmq.options.generate import GenerateOptions
 from llmq.options.parse import descriptions
 
@@ -182,4 +182,5 @@ def test_a_record_of_another_base_than_llmq_holds_is_refused(tmp_path, changes, 
 
 
 def test_every_command_takes_the_same_dtypes_of_a_base():
-    assert tuple(shell.BASE_DTYPE.choices) == BASE_DTYPES == tuple(descriptions()["base_dtype"].choices)
+    held = (*DTYPES, *HELD_FORMS)
+    assert tuple(shell.BASE_DTYPE.choices) == held == tuple(descriptions()["base_dtype"].choices)
