@@ -10,12 +10,8 @@
 # Further options go to llmq-train; they override those below.
 set -euo pipefail
 
-mkdir -p data
-cat >data/mix.yaml <<YAML
-- {data: "${CHATS:-gsm8k}", weight: 0.3}
-- {data: "${TEXT:-wikitext:wikitext-2-raw-v1:train[:10%]}", weight: 0.7}
-YAML
-
 # The dataset section of the log has each source's share, and how often it is repeated.
-llmq-train --model "${MODEL:-Qwen/Qwen2.5-0.5B}" --data data/mix.yaml --name mixture \
+llmq-train --model "${MODEL:-Qwen/Qwen2.5-0.5B}" --name mixture \
+    --data "${CHATS:-gsm8k}" --weight 0.3 \
+    --data "${TEXT:-wikitext:wikitext-2-raw-v1:train[:10%]}" --weight 0.7 \
     --seq-len 1024 --steps 100 --learning-rate 1e-5 --warmup-ratio 0.1 "$@"

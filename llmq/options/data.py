@@ -91,7 +91,7 @@ class DataOptions(Section):
     title = "Data"
     train_file: Paths | None = option(
         None,
-        "Token files to train on: a path or glob, repeatable, or a mixture file.",
+        "Token files to train on: a path or glob; repeatable.",
         metavar="GLOB",
         shown="needed, or --data",
     )
@@ -163,7 +163,7 @@ class SourceOptions(Section):
     data: Paths | None = option(
         None,
         "Text, chats or rows to train on, tokenized once: a file, folder or glob, a data set as "
-        "NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], repeatable, or one mix file (YAML). Replaces --train-file.",
+        "NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]]; repeatable. Replaces --train-file.",
         metavar="NAME-OR-PATH",
     )
     eval_fraction: Share | None = option(
@@ -234,7 +234,8 @@ class SourceOptions(Section):
             if self.data is not None and files is not None:
                 given, named = ", ".join(files), ", ".join(self.data)
                 yield f"{flag(key)} {given} and --data {named} both say what the data is: give one of them"
-        if weight is not None and self.data is not None and len(weight) != len(self.data):
-            yield (f"--weight is given {len(weight)} times and --data {len(self.data)} times: give one weight for each")
+        key, names = ("data", self.data) if self.data is not None else ("train_file", train_file)
+        if weight is not None and names is not None and len(weight) != len(names):
+            yield f"--weight is given {len(weight)} times and {flag(key)} {len(names)} times: give one weight for each"
         if weight is not None and self.streaming:
             yield "--weight is for several sources, but --streaming reads one: leave one of them out"

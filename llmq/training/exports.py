@@ -14,11 +14,10 @@ from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.errors import UsageError
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values
-from llmq.model.config import FAMILIES, ModelConfig
+from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan.plan import Plan
@@ -63,11 +62,10 @@ def exported_tokenizer(source: ModelSource, named: NamedData | None, data: Data)
 
 @dataclass(frozen=True)
 class OpenedExports:
-    """Where a run's results go, what the user should know of them, and a warning of the tokenizer."""
+    """Where a run's results go, and what the user should know of them."""
 
     exports: tuple[Export, ...]
     notices: tuple[str, ...] = ()
-    warning: str | None = None
 
 
 def open_model(
@@ -79,16 +77,15 @@ def open_model(
     """
     tokenizer, templates = tokens
     config, adapters = plan.spec.config, plan.spec.adapters
-    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
     about = (tokenizer, templates.sources)
     if not adapters.freezes:
         export = open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces)
-        return OpenedExports((export,), templates.notices, warning)
+        return OpenedExports((export,), templates.notices)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     before = None if plan.held_base.is_quantized else model
     rows, make = adapters.file(plan.rows, config, source.name, revision, before)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
-    return OpenedExports((export, *_merged(options, export, plan)), templates.notices, warning)
+    return OpenedExports((export, *_merged(options, export, plan)), templates.notices)
 
 
 def open_members(
@@ -106,8 +103,7 @@ def open_members(
         made: dict[str, Any] = {"default": "fp32", "make": make}
         export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces, **made)
         found.append(replace(export, folder=Path(export.folder) / name))
-    warning = rebuilt_warning(tokenizer, FAMILIES[config.architecture].model_type)
-    return OpenedExports(tuple(found), tuple(notices), warning)
+    return OpenedExports(tuple(found), tuple(notices))
 
 
 def own_rows(plan: Plan, name: str) -> tuple[Row, ...]:

@@ -250,7 +250,7 @@ def _results(options: Options, trains: RunData, planned: Planned, start: Start, 
         resume=start.earlier.path,
         continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
         notices=(*options.notices, *start.early, *planned.found.lines, *opened.notices),
-        warnings=tuple(text for text in (opened.warning, speed and speed.warning) if text),
+        warnings=(speed.warning,) if speed and speed.warning else (),
     )
 
 

@@ -266,11 +266,6 @@ def test_several_sources_have_weights(given, tmp_path):
     said = given["console"].getvalue()
     assert "rows.jsonl: 25.00% of the tokens" in said and "text.txt: 75.00% of the tokens" in said
     assert "rows.jsonl: trained tokens" in said and "text.txt: rows" in said
-    Path("mix.yaml").write_text("- {data: rows.jsonl, weight: 0.25}\n- {data: text.txt, weight: 0.75}\n")
-    mixed = {**given, "data": "mix.yaml", "steps": 8, "name": "mixed", "console": io.StringIO()}
-    llmq.train(**mixed)
-    log, other = (read_log(Path("runs") / name / "log.jsonl").train["loss"] for name in ("run", "mixed"))
-    assert list(log) == list(other)
 
 
 def layout(given):
@@ -438,7 +433,6 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"streaming": True, "seq_len": 1}, UsageError, "--seq-len 1: a document of one token has no target"),
         ({"data": "text.txt", "max_docs": 3}, UsageError, "--max-docs 3 is for packed rows: add --packing"),
         ({"streaming": True, "data": "text.txt"}, UsageError, "--streaming reads files of rows"),
-        ({"streaming": True, "data": "two.yaml"}, UsageError, "--streaming reads one data set, but .*two.yaml names 2"),
         ({"streaming": True, "data": ["a", "b"]}, UsageError, "--streaming reads one data set"),
         (
             {"data": "text.txt", "train_on": "last"},
@@ -452,7 +446,6 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"data": "./gone.jsonl"}, DataError, "gone.jsonl"),
         ({"data": "bad.jsonl"}, DataError, r"bad.jsonl:3: not JSON .*--skip-bad-rows N"),
         ({"data": "nothing.jsonl"}, DataError, "no token to train on"),
-        ({"data": "mix.yaml"}, UsageError, "--data takes no token files"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given, change, kind, says):
@@ -460,8 +453,6 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
     Path("bad.jsonl").write_text("".join([*lines[:2], "{\n", *lines[3:]]))
     Path("nothing.jsonl").write_text('{"input_ids": [5, 6], "labels": [-100, -100]}\n' * 30)
-    Path("mix.yaml").write_text("- {train_file: a.bin, weight: 1}\n")
-    Path("two.yaml").write_text("- {data: rows.jsonl, weight: 1}\n- {data: bad.jsonl, weight: 1}\n")
     change = {key: value for key, value in change.items() if key != "map_"}
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})

@@ -82,8 +82,6 @@ TEXTS = {
     "deep.jsonl": DEEP + "\n",
     "rows.csv": 'text,x\n"never closed\n',
     "rows.json": '{"text":',
-    "mix.yaml": "data: [text.txt\n",
-    "mix-weight.yaml": "- {train_file: text.txt, weight: heavy}\n",
     "broken.jinja": "{% for m in %}",
     "raises.jinja": "{{ raise_exception('no') }}",
     "unknown.jinja": "{{ nothing.at.all }}",

@@ -172,7 +172,6 @@ stray.bin | unexpected stray.bin: every option starts
 --config deep.yaml | --config deep.yaml is not YAML
 --config latin.yaml | --config latin.yaml is not YAML
 --config /dev/null/x | --config /dev/null/x cannot be read: Not a
---train-file mix.yaml | mix.yaml is not YAML
 --train-file '' | --train-file '' is empty: give a path, or
 """,
     ("llmq-train", 3): r"""
@@ -706,7 +705,6 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({**CHATS, "data": "absent.txt"}, "absent.txt: cannot be read"),
     ({**CHATS, "data": "robot.jsonl"}, "robot.jsonl:1: message 1 has no role"),
     ({**CHATS, "data": "deep.jsonl"}, "nested too deeply"),
-    ({**CHATS, "data": "mix-weight.yaml"}, "weight: 'heavy'"),
     ({**CHATS, "data": "torn.jsonl"}, "torn.jsonl:4: not JSON"),
     ({**CHATS, "data": "bad.parquet"}, "not a parquet file"),
     ({**CHATS, "chat_template": "{% for"}, "the chat template is not Jinja"),

@@ -20,7 +20,7 @@ import numpy as np
 
 from llmq.data.batches.augment import Augmentation, Augmented, open_augmentation
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.mixture import Mixture, Share, Source, read_sources
+from llmq.data.batches.mixture import Mixture, Share, Source, sources_of
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
 from llmq.data.batches.step import step_of
@@ -221,7 +221,10 @@ def _opened(
     options: DataOptions, form: RowForm, named: NamedData | None, tokenizer: Path | None
 ) -> tuple[Samples | StreamedRows, Samples | None]:
     """What is trained and evaluated on; see open_data for the errors."""
-    found, eval_files = named.open(form) if named else _given(options)
+    if named:
+        found, eval_files = named.open(form)
+    else:
+        found, eval_files = sources_of(options.train_file or (), options.weight), list(options.eval_file or ())
     train, evaluation = None, None
     with all_problems() as problems:
         with noted(problems):
@@ -245,11 +248,6 @@ def _opened(
                 "or more"
             )
     return train, held
-
-
-def _given(options: DataOptions) -> tuple[list[Source], Sequence[str]]:
-    """The token files that the options name, by source, and those to evaluate on."""
-    return read_sources("train_file", options.train_file or (), options.weight), options.eval_file or ()
 
 
 def _no_data(form: RowForm) -> StreamedRows:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from llmq.data.batches.first_fit import count_packs, repeated
-from llmq.data.batches.mixture import Source, read_sources
+from llmq.data.batches.mixture import Source, sources_of
 from llmq.data.batches.packing import sizes_in_rows, with_docs
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.streaming import StreamedRows, open_stream
@@ -64,14 +64,9 @@ class NamedData:
         """Itself, with sources and requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
         options = self.options
         assert options.data is not None
-        sources = read_sources("data", options.data, weights)
+        sources = sources_of(options.data, weights)
         for name in (one.name for one in sources if one.name in datasets.NAMES and Path(one.name).exists()):
             self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
-        if options.streaming and len(sources) > 1:
-            raise UsageError(
-                f"--streaming reads one data set, but {', '.join(options.data)} names {len(sources)}: leave "
-                "--streaming out, or give one"
-            )
         encode = EncodeOptions(
             data_format=options.data_format,
             mapping=parsed_mapping(options.map_ or ()),

@@ -1,4 +1,4 @@
-"""Mixtures: exact shares after any number of samples, one sequence for every start and world size, mix files."""
+"""Mixtures: exact shares after any number of samples, one sequence for every start and world size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from token_files import write_tokens
 
 from llmq.data.batches import mixture as mixture_module
 from llmq.data.batches.loader import open_data
-from llmq.data.batches.mixture import Mixture, assignment, read_mix, whole_parts
+from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import PACKED, RowForm
@@ -176,11 +176,9 @@ def test_weights_that_never_repeat_are_refused_with_the_fix() -> None:
     assert whole_parts([1e-4, 1 - 1e-4]) == ((1, 9999), 10000)
 
 
-def test_a_run_is_opened_from_a_mix_file_or_from_weights(tmp_path: Path) -> None:
+def test_a_run_is_opened_from_weights(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a.bin", 0, 5), write(tmp_path / "b.bin", 1, 9)
-    path = tmp_path / "mix.yaml"
-    path.write_text(f"- {{train_file: {a}, weight: 0.25}}\n- {{train_file: {b}, weight: 0.75}}\n")
-    one = open_data(options(path), 10_000, 0)
+    one = open_data(options(a, b, weight=(0.25, 0.75)), 10_000, 0)
     two = open_data(options(a, b, weight=(1.0, 3.0)), 10_000, 0)
     assert isinstance(one.train, Mixture) and isinstance(two.train, Mixture)
     np.testing.assert_array_equal(one.train.order(np.arange(99), 0), two.train.order(np.arange(99), 0))
@@ -199,15 +197,6 @@ def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path) -> None:
         open_data(options(a, empty, weight=(1.0, 1.0)), 10_000, 0)
     with pytest.raises(DataError, match=r"a\.bin is in 2 sources"):
         open_data(options(a, a, weight=(1.0, 1.0)), 10_000, 0)
-    path = tmp_path / "mix.yaml"
-    path.write_text("- {data: gsm8k, weight: 1}\n")
-    with pytest.raises(UsageError, match="gsm8k: --train-file takes token files"):
-        open_data(options(path), 10_000, 0)
-    with pytest.raises(UsageError, match="--weight is given 1 times and --train-file 2 times"):
-        open_data(options(a, empty, weight=(1.0,)), 10_000, 0)
-    for asked in (options(path, a), options(path, weight=(1.0,))):
-        with pytest.raises(UsageError, match="describes a whole mixture"):
-            open_data(asked, 10_000, 0)
 
 
 def test_the_largest_table_is_made_quickly() -> None:
@@ -221,63 +210,3 @@ def test_sources_do_not_share_their_order(tmp_path: Path) -> None:
     order = mixture.order(np.arange(100), 9)
     first, second = order[order < 50], order[order >= 50] - 50
     assert first.tolist() != second.tolist() != sample_order(np.arange(50), 50, 9).tolist()
-
-
-def write_mix(folder: Path, text: str) -> str:
-    (folder / "mix.yaml").write_text(text)
-    return str(folder / "mix.yaml")
-
-
-def test_a_mix_file_is_read(tmp_path: Path) -> None:
-    path = write_mix(
-        tmp_path,
-        "- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, 'c*.bin']\n  weight: 1e-1\n"
-        "- {data: gsm8k, weight: 2}\n",
-    )
-    files = [("a.bin",), ("b.bin", "c*.bin"), ()]
-    assert [(entry.train_file, entry.data) for entry in read_mix(path)] == [
-        (files[0], None),
-        (files[1], None),
-        (files[2], "gsm8k"),
-    ]
-    assert [(entry.name, entry.weight) for entry in read_mix(path)] == [
-        ("a.bin", 0.3), ("b.bin, c*.bin", 0.1), ("gsm8k", 2.0),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "yaml: None: Input should be a valid list: write lines such as `- {train_file"),
-        ("train_file: a", "should be a valid list"),
-        ("- [", "is not YAML"),
-        ("- a.bin", "source 1: 'a.bin': Input should be a valid dict"),
-        ("- {train_file: a, weight: 1}\n- {weight: 1}", "source 2: {'weight': 1}: needs either train_file"),
-        ("- {train_file: a, data: b, weight: 1}", "source 1: .* needs either"),
-        ("- {train_file: [1], weight: 1}", "source 1, train_file, 0: 1: Input should be a valid string"),
-        ("- {train_file: a}", "source 1, weight: .*: Field required"),
-        ("- {train_file: a, weight: -1}", "weight: -1: Input should be greater than 0: write lines such as"),
-        ("- {train_file: a, weight: yes}", "weight: True: a number is needed"),
-        ("- {train_file: a, weight: .inf}", "weight: inf: Input should be a finite number"),
-        ("- {trainfile: a, weight: x}", r"(?s)weight: 'x': .*valid number.*trainfile: 'a': Extra inputs are not"),
-    ],
-)
-def test_a_bad_mix_file_is_refused_by_name_and_source(tmp_path: Path, text: str, says: str) -> None:
-    path = write_mix(tmp_path, text)
-    with pytest.raises(UsageError, match=says) as caught:
-        read_mix(path)
-    assert path in str(caught.value)
-
-
-def test_mutated_mix_files_give_our_errors_or_a_mixture(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    good = b"- {train_file: a.bin, weight: 0.3}\n- train_file: [b.bin, c.bin]\n  weight: 2\n- {data: x, weight: 1}\n"
-    for _ in range(300):
-        bad = bytearray(good)
-        for _ in range(rng.integers(1, 4)):
-            bad[rng.integers(len(bad))] = rng.choice(list(b"{}[]:,-'\"\n 0a.\xff\x00&*!|>%@"))
-        (tmp_path / "mix.yaml").write_bytes(bytes(bad))
-        try:
-            assert all(entry.weight > 0 for entry in read_mix(str(tmp_path / "mix.yaml")))
-        except UsageError as error:
-            assert "mix.yaml" in str(error)
