@@ -14,6 +14,7 @@ from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
+from llmq.data.tokens.tokenizer import json_if_there
 from llmq.errors import UsageError
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values
@@ -57,6 +58,8 @@ def exported_tokenizer(source: ModelSource, named: NamedData | None, data: Data)
     folder = source.tokenizer_folder
     if source.from_scratch and not source.tokenizer_asked:
         folder = data.tokenizer_folder() or (named.tokenizer.folder if named else folder)
+    if folder is not None:
+        json_if_there(folder / "tokenizer.json")  # a torn file is refused now, and not when the run has ended
     return folder, exported_templates(data.train, folder)
 
 
