@@ -28,7 +28,7 @@ import yaml
 import llmq
 from llmq.data.tokens.token_file import TokenFile
 from llmq.errors import MemoryLimitError
-from llmq.hardware.blas import num_cores
+from llmq.hardware.cores import num_cores
 from llmq.hardware.device import pick
 from llmq.report.read import read_log
 

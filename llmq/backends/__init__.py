@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from llmq.comm.world import ALONE, World
-from llmq.hardware.blas import use_threads
+from llmq.hardware.cores import use_blas_threads
 from llmq.ops.record import together
 from llmq.ops.seam import GIVEN, Arguments, record
 from llmq.screen import Report
@@ -172,9 +172,9 @@ def open_backend(
     if device == "planned":
         from llmq.backends.planned import ANY_CARD, PlannedBackend
 
-        return PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD)
+        return cast("Backend", PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD))
     from llmq.backends.host import HostBackend
 
     assert device == "cpu", device
-    threads = use_threads((algorithms or {}).get(BLAS_THREADS))
+    threads = use_blas_threads((algorithms or {}).get(BLAS_THREADS))
     return HostBackend({BLAS_THREADS: threads} if threads else {}, world=world)

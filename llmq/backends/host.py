@@ -16,7 +16,7 @@ from llmq.backends import BLAS_THREADS, Launch, Op, Run, between, groups
 from llmq.comm.world import ALONE, World
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
-from llmq.hardware.blas import use_threads
+from llmq.hardware.cores import use_blas_threads
 from llmq.hardware.host_memory import host_memory_bytes
 from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import reference
@@ -120,7 +120,7 @@ class HostBackend:
     def take(self, algorithms: Mapping[str, Any]) -> None:
         """Computes with as many threads as another rank."""
         self.algorithms = {**algorithms}
-        use_threads(algorithms.get(BLAS_THREADS))
+        use_blas_threads(algorithms.get(BLAS_THREADS))
 
     def peak_bytes(self) -> int:
         """Largest resident size of this process."""

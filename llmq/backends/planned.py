@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from llmq.backends import BackendMemory, Launch, Op, Run, checked_scratch
-from llmq.comm.world import ALONE, World
+from llmq.backends import checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.seam import Arguments
-from llmq.screen import Report, unreported
-from llmq.tensor import Ref
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call
@@ -26,7 +21,8 @@ ANY_CARD = (9, 0)  # where the card is not known: as much shared memory as any h
 
 
 class PlannedBackend:
-    """What `CudaBackend` asks of memory, by our own ops' shapes and a model of cuDNN's workspaces (H200, 9.19).
+    """What `CudaBackend` asks of memory, by our own ops' shapes and a model of cuDNN's workspaces (H200, 9.19). It has
+    no memory itself, and no programs: a run on it ends with its plan.
 
     Attention's backward takes 2 B Hq T^2 bytes if it is deterministic (1.0 GiB measured at 32x1024 with 14 heads, where
     the model says 0.94), else 8 B Hq T Hd. In packed rows the first counts the longest document squared, as
@@ -34,11 +30,6 @@ class PlannedBackend:
     grouped heads 8 B T times that width and the size of a group come on top of both (as measured, to a percent).
     """
 
-    ops: Mapping[str, Op] = {}
-    algorithms: Mapping[str, Any] = {}
-    notices: Sequence[str] = ()
-    allocated = ""
-    world: World = ALONE
     takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
@@ -47,37 +38,6 @@ class PlannedBackend:
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
         return planned_scratch(call, self._deterministic, self._capability)
-
-    def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def take(self, algorithms: Mapping[str, Any]) -> None:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def host_bytes(self, num_bytes: int) -> np.ndarray:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def peak_bytes(self) -> int:
-        """Nothing is used."""
-        return 0
-
-    def memory(
-        self,
-        persistent: Mapping[str, Ref],
-        arena_bytes: Mapping[str, int],
-        *,
-        in_place: bool = False,
-        write_combined: bool = False,
-    ) -> BackendMemory:
-        """There is none: a run on this backend ends with its plan."""
-        raise NotImplementedError("a GPU that is only planned for")
-
-    def program(self, launches: Sequence[Launch]) -> Run:
-        """Never called: see `memory`."""
-        raise NotImplementedError("a GPU that is only planned for")
 
 
 def planned_scratch(call: Call, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:

@@ -30,8 +30,8 @@ from llmq.comm.join import copied_in_words, drawn_token, join_world
 from llmq.comm.launch import Group, run_group
 from llmq.comm.world import ALONE, World
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.hardware import blas, device
-from llmq.hardware.cores import cores_of_ranks
+from llmq.hardware import device
+from llmq.hardware.cores import cores_of_ranks, use_blas_threads
 from llmq.hardware.device import Device
 from llmq.options.bench import BenchOptions
 from llmq.plan import sharding
@@ -84,7 +84,7 @@ def run(request: BenchOptions, training: Mapping[str, Any], command: str) -> int
 def run_on(request: BenchOptions, training: Mapping[str, Any], command: str, where: Device, world: World) -> int:
     """The same on a device, as one of the ranks of a world."""
     if where.kind == "cpu":
-        blas.use_threads()
+        use_blas_threads()
     if world.size > 1:
         request = request.model_copy(update={"zero_levels": request.zero_levels or (DEFAULT_LEVEL,)})
     wanted, old = check(request, training, where, world.size)

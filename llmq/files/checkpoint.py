@@ -15,7 +15,6 @@ import glob
 import math
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.disk import remove_folder, storage
 from llmq.errors import DataError, UsageError
-from llmq.files.manifest import MANIFEST, STATE, Reader, canonical, found, read_manifest, sound
+from llmq.files.manifest import MANIFEST, Reader, canonical, found, read_manifest, sound
 from llmq.files.tensor_files import ByteCount, verify
 from llmq.files.writers import Keep, best_of, remove_unfinished
 from llmq.screen import StartTask, unshown
@@ -153,7 +152,7 @@ def find(
         path = there[step]
     else:
         path = Path(str(which))
-        if not any((path / name).exists() for name in (MANIFEST, STATE)) and found(path):
+        if not (path / MANIFEST).exists() and found(path):
             return find(path, NEWEST, warn, task, verified=verified)
         if not path.is_dir():
             raise DataError(f"there is no checkpoint at {path}; in {folder}: {_listed(there)}")
@@ -227,42 +226,14 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], within: str =
 
 
 def _none_there(folder: Path) -> str:
-    """That there is no checkpoint in `folder`, and which runs might be meant: that of the nearest name, the newest."""
+    """That there is no checkpoint in `folder`, and where a run of a name like it has some."""
     whole = folder.absolute()
-    places = (
-        (whole, "checkpoints"),
-        (whole, "*/checkpoints"),
-        (whole.parent, "*"),
-        (whole.parent.parent, f"*/{glob.escape(whole.name)}"),
-    )
-    runs = {
-        path: max(map(_saved_at, saved))
-        for above, name in places
-        for path in above.glob(name)
-        if (saved := found(path).values())
-    }
+    others = [path for path in whole.parent.parent.glob(f"*/{glob.escape(whole.name)}") if found(path)]
     text = f"there is no checkpoint in {folder} to continue from"
-    if runs:
-        nearest = max(runs, key=lambda path: SequenceMatcher(None, str(path), str(whole)).ratio())
-        meant = {nearest: "nearest"}
-        meant.setdefault(max(runs, key=lambda path: runs[path]), "newest")
-        text += "".join(f"\n  the {which} run has some: {_way_to(path, folder)}" for path, which in meant.items())
+    if others:
+        nearest = max(others, key=lambda path: SequenceMatcher(None, str(path), str(whole)).ratio())
+        text += f"\n  the nearest run that has some is {nearest.parent.name}: {nearest} ({_listed(found(nearest))})"
     return f"{text}\nWith --continue auto, a run starts from step 0 where there is none"
-
-
-def _way_to(path: Path, folder: Path) -> str:
-    """The checkpoints in `path`, and the option that makes it the checkpoint folder in place of `folder`."""
-    shown = path if folder.is_absolute() else Path(os.path.relpath(path))
-    default = shown.parts[0] == "runs" and len(shown.parts) == 3 and shown.name == folder.name == "checkpoints"
-    option = f"--name {shlex.quote(path.parent.name)}" if default else f"--checkpoint-dir {shlex.quote(str(shown))}"
-    return f"{option} ({_listed(found(path))})"
-
-
-def _saved_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # its run has just deleted it
-        return 0.0
 
 
 def _listed(there: Mapping[int, Path]) -> str:

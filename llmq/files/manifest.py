@@ -1,12 +1,11 @@
 """What a checkpoint consists of: its manifest, which alone says that the folder around it is complete.
 
-    manifest.json   schema 2: step, number of the save, options and progress (`state`), metrics, size and SHA-256 of
-                    each file, and each tensor of the whole run by name, with its shape before any sharding and the
-                    slices that make it up: in which file, at which byte, from which index on, of which shape
-    state.json      schema 1, of earlier releases: sizes and CRC-32, and each tensor whole, by the headers of its files
+It says the step, the number of the save, options and progress (`state`), metrics, size and SHA-256 of each file, and
+each tensor of the whole run by name, with its shape before any sharding and the slices that make it up: in which file,
+at which byte, from which index on, of which shape. It carries a checksum of itself.
 
 A tensor is named and shaped as the run has it, not as a writer held it: how many ranks wrote a checkpoint does not
-matter to those that read it. Both files carry a checksum of themselves.
+matter to those that read it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,11 +26,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 import llmq
 from llmq.disk import new_file, reading, write_all
 from llmq.errors import DataError, LlmqError, UsageError
-from llmq.files.tensor_files import OUR_NAMES, Shard, Stored, read_rows, read_tensor, tensors_of
+from llmq.files.tensor_files import OUR_NAMES, Shard, Stored, read_rows, read_tensor
 from llmq.tensor import DTYPES
 
 SCHEMA = 2
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
 PLAIN_NAME = r"^[A-Za-z0-9_-]{1,200}\.safetensors$"  # in the manifest's own folder, and nowhere else
 
@@ -145,9 +143,7 @@ def sound(path: Path) -> CheckpointManifest | None:
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Writes it into the folder of a checkpoint whose other files are complete. OSError."""
     _check_slices(manifest)
-    about = asdict(manifest)
-    about["files"] = [{"name": s.name, "num_bytes": s.num_bytes, "sha256": s.sha256} for s in manifest.files]
-    record = {"schema": SCHEMA, "version": llmq.__version__, **about}
+    record = {"schema": SCHEMA, "version": llmq.__version__, **asdict(manifest)}
     record["sha256"] = hashlib.sha256(canonical(record)).hexdigest()
     with new_file(folder / MANIFEST) as file:
         write_all(file, json.dumps(record, indent=1, allow_nan=False).encode("ascii") + b"\n")
@@ -158,16 +154,14 @@ def read_manifest(path: Path) -> CheckpointManifest:
 
     UsageError for one of a later release, which is not damaged: nothing falls back from it or deletes it.
     """
-    is_first = not (path / MANIFEST).exists() and (path / STATE).exists()
-    file, schema = (path / STATE, 1) if is_first else (path / MANIFEST, SCHEMA)
+    file = path / MANIFEST
     try:
         record = json.loads(file.read_bytes())
-        said, data = record.pop("crc32" if is_first else "sha256"), canonical(record)
-        if said != (zlib.crc32(data) if is_first else hashlib.sha256(data).hexdigest()):
+        if record.pop("sha256") != hashlib.sha256(canonical(record)).hexdigest():
             raise ValueError("its checksum is not the one it was written with")
-        if record["schema"] != schema:
-            raise UsageError(f"{file} has schema {record['schema']}, this llmq reads {schema}: update llmq")
-        manifest = _MANIFEST.validate_python(record | ({"tensors": {}} if is_first else {}))
+        if record["schema"] != SCHEMA:
+            raise UsageError(f"{file} has schema {record['schema']}, this llmq reads {SCHEMA}: update llmq")
+        manifest = _MANIFEST.validate_python(record)
         _check_slices(manifest)
     except OSError as error:
         raise DataError(f"the checkpoint {path} cannot be read: {error.strerror or error}: {file}") from error
@@ -177,31 +171,17 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{file} is corrupt: {error}") from error
-    _check_sizes(path, manifest)
-    return _with_headers(path, manifest) if is_first else manifest
-
-
-def canonical(value: object) -> bytes:
-    """One spelling of a JSON value, whatever the order of its keys."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _check_sizes(path: Path, manifest: CheckpointManifest) -> None:
     for shard in manifest.files:
         with reading(path / shard.name):
             size = os.stat(path / shard.name).st_size
         if size != shard.num_bytes:
             raise DataError(f"{path / shard.name} has {size} bytes instead of {shard.num_bytes}")
+    return manifest
 
 
-def _with_headers(path: Path, manifest: CheckpointManifest) -> CheckpointManifest:
-    """A manifest of schema 1 with its tensors, each whole in one place, as the headers of its files say."""
-    tensors = {}
-    for shard in manifest.files:
-        for name, at in tensors_of(path / shard.name).items():
-            placed = Placed(shard.name, at.start, (0,) * len(at.shape), at.shape)
-            tensors[name] = WholeTensor(at.dtype, at.shape, (placed,))
-    return replace(manifest, tensors=tensors)
+def canonical(value: object) -> bytes:
+    """One spelling of a JSON value, whatever the order of its keys."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _check_slices(manifest: CheckpointManifest) -> None:

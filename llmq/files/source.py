@@ -21,7 +21,7 @@ from llmq.files import weight_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
-from llmq.hardware.threads import in_threads
+from llmq.hardware.cores import in_threads
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer

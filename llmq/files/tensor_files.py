@@ -5,8 +5,7 @@ written first, since names, shapes and dtypes are known before the first value. 
 library; it cannot read fp8 into NumPy, so bytes are read here.
 
 A file's checksum is its SHA-256, as `sha256sum` prints it. One core hashes 1.3 to 2 GB/s, less than a good disk takes:
-a second thread hashes what the first one writes, and what is in memory is written several files at a time. Checkpoints
-of earlier releases have a CRC-32 over the data and then the header.
+a second thread hashes what the first one writes, and what is in memory is written several files at a time.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import json
 import math
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import BinaryIO
 
 import ml_dtypes  # noqa: F401 - safetensors < 0.6 finds NumPy's bfloat16 only once this is imported
 import numpy as np
@@ -72,12 +69,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Shard:
-    """One finished file: its name in the folder, its size, and its SHA-256; of earlier releases, its CRC-32."""
+    """One finished file: its name in the folder, its size, and its SHA-256."""
 
     name: str
     num_bytes: int
-    sha256: str = ""
-    crc32: int = 0
+    sha256: str
 
 
 class ByteCount:
@@ -123,24 +119,18 @@ def write_files(
 
     Where they are `in_memory`, one value a piece, several files are written at a time.
     """
-    if in_memory:
-        shards = _write_at_once(folder, files, values, moved)
-    else:
-        shards = [_write_file(folder / name, pieces, values, moved) for name, pieces in files]
-    assert not any(value.size for value in values), "values that belong to no tensor"
-    return shards
-
-
-def _write_at_once(
-    folder: Path, files: Iterable[tuple[str, Sequence[Piece]]], values: Iterator[np.ndarray], moved: Moved
-) -> list[Shard]:
     with ThreadPoolExecutor(AT_ONCE, "llmq-write") as pool:
         try:
-            own = [(folder / name, pieces, list(islice(values, len(pieces)))) for name, pieces in files]
-            jobs = [pool.submit(_write_file, path, pieces, iter(each), moved) for path, pieces, each in own]
-            return [job.result() for job in jobs]
+            if in_memory:
+                own = [(folder / name, pieces, list(islice(values, len(pieces)))) for name, pieces in files]
+                jobs = [pool.submit(_write_file, path, pieces, iter(each), moved) for path, pieces, each in own]
+                shards = [job.result() for job in jobs]
+            else:
+                shards = [_write_file(folder / name, pieces, values, moved) for name, pieces in files]
         finally:
             pool.shutdown(cancel_futures=True)
+    assert not any(value.size for value in values), "values that belong to no tensor"
+    return shards
 
 
 def _write_file(path: Path, pieces: Sequence[Piece], values: Iterator[np.ndarray], moved: Moved) -> Shard:
@@ -152,7 +142,10 @@ def _write_file(path: Path, pieces: Sequence[Piece], values: Iterator[np.ndarray
         while left:
             data = np.ascontiguousarray(next(values)).reshape(-1).view(np.uint8).data
             hashed = second.submit(digest.update, data)
-            _write_blocks(file, data, moved)
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                write_all(file, block)
+                moved(len(block))
             hashed.result()
             left -= len(data)
             assert left >= 0, f"{path} gets more than was planned"
@@ -182,13 +175,6 @@ def files_bytes(files: Iterable[Sequence[Piece]]) -> int:
     return sum(len(_header(pieces)) + sum(piece.num_bytes for piece in pieces) for pieces in files)
 
 
-def _write_blocks(file: int, data: memoryview, moved: Moved) -> None:
-    for start in range(0, len(data), BLOCK_BYTES):
-        block = data[start : start + BLOCK_BYTES]
-        write_all(file, block)
-        moved(len(block))
-
-
 def verify(folder: Path, shards: Sequence[Shard], moved: Moved = unwatched) -> None:
     """Checks size and checksum of files, several at a time. DataError names every one that is damaged, and how."""
     with ThreadPoolExecutor(AT_ONCE, "llmq-verify") as pool:
@@ -205,32 +191,12 @@ def _verify_file(path: Path, shard: Shard, moved: Moved) -> None:
         size = os.fstat(file.fileno()).st_size
         if size != shard.num_bytes:
             raise DataError(f"{path} has {size} bytes instead of {shard.num_bytes}")
-        if not (_has_sha256(file, shard, moved) if shard.sha256 else _has_crc32(file, shard, moved)):
+        digest, memory = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+        while count := file.readinto(memory):
+            digest.update(memory[:count])
+            moved(count)
+        if digest.hexdigest() != shard.sha256:
             raise DataError(f"{path} is corrupt: its checksum is not the one it was written with")
-
-
-def _has_sha256(file: BinaryIO, shard: Shard, moved: Moved) -> bool:
-    digest = hashlib.sha256()
-    for block in _blocks(file, moved):
-        digest.update(block)
-    return digest.hexdigest() == shard.sha256
-
-
-def _has_crc32(file: BinaryIO, shard: Shard, moved: Moved) -> bool:
-    """Over the data and then the header, which was known last."""
-    length, crc = file.read(8), 0
-    header = length + file.read(min(int.from_bytes(length, "little"), shard.num_bytes))
-    for block in _blocks(file, moved):
-        crc = zlib.crc32(block, crc)
-    return zlib.crc32(header, crc) == shard.crc32
-
-
-def _blocks(file: BinaryIO, moved: Moved) -> Iterator[memoryview]:
-    """The rest of a file, in the same memory again and again."""
-    memory = memoryview(bytearray(BLOCK_BYTES))
-    while count := file.readinto(memory):  # type: ignore[attr-defined]
-        yield memory[:count]
-        moved(count)
 
 
 def tensors_of(path: Path) -> dict[str, Stored]:

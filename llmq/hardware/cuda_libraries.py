@@ -117,51 +117,28 @@ def versions() -> dict[str, str]:
     """Versions of the libraries themselves, asked of those that are loaded, and of the packages that call them."""
     found = {}
     for title, name, ask in (
-        ("CUDA runtime", "cudart", _cudart),
-        ("cuBLASLt", "cublasLt", _cublaslt),
-        ("cuDNN", "cudnn", _cudnn),
-        ("NVRTC", "nvrtc", _nvrtc),
-        ("NCCL", "nccl", _nccl),
+        ("CUDA runtime", "cudart", lambda it: _parts(_told(it.cudaRuntimeGetVersion), 1000, 10)[:2]),
+        ("cuBLASLt", "cublasLt", lambda it: _parts([it.cublasLtGetVersion()], 10000, 100)),
+        ("cuDNN", "cudnn", lambda it: _parts([it.cudnnGetVersion()], 10000, 100)),
+        ("NVRTC", "nvrtc", lambda it: _told(it.nvrtcVersion, 2)),
+        ("NCCL", "nccl", lambda it: _parts(_told(it.ncclGetVersion), 10000, 100)),
     ):
         if path := load(name):
-            found[title] = ask(ctypes.CDLL(path))
+            found[title] = ".".join(map(str, ask(ctypes.CDLL(path))))
     for package in ("cupy", *CUPY.values(), *PYTHON_PACKAGES):
         if number := installed(package):
             found[package] = number
     return found
 
 
-def _cudart(library: Any) -> str:
-    number = ctypes.c_int()
-    library.cudaRuntimeGetVersion(ctypes.byref(number))
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+def _told(function: Any, count: int = 1) -> list[int]:
+    """The numbers that a function writes to the addresses that it is given."""
+    numbers = [ctypes.c_int() for _ in range(count)]
+    function(*map(ctypes.byref, numbers))
+    return [number.value for number in numbers]
 
 
-def _cublaslt(library: Any) -> str:
-    return _split(_size(library.cublasLtGetVersion), 10000, 100)
-
-
-def _cudnn(library: Any) -> str:
-    return _split(_size(library.cudnnGetVersion), 10000, 100)
-
-
-def _nccl(library: Any) -> str:
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    return _split(number.value, 10000, 100)
-
-
-def _nvrtc(library: Any) -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
-
-
-def _size(function: Any) -> int:
-    function.restype = ctypes.c_size_t
-    return int(function())
-
-
-def _split(number: int, major: int, minor: int) -> str:
-    """`9.28.0` for 92800."""
-    return f"{number // major}.{number % major // minor}.{number % minor}"
+def _parts(numbers: list[int], major: int, minor: int) -> list[int]:
+    """9, 28, 0 of 92800."""
+    (number,) = numbers
+    return [number // major, number % major // minor, number % minor]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,8 @@ import numpy as np
 
 from llmq.disk import shown, size_bytes
 from llmq.errors import MemoryLimitError, UsageError
-from llmq.hardware import blas, cuda_driver, cuda_libraries, nvml
 from llmq.hardware import cards as gpus
+from llmq.hardware import cores, cuda_driver, cuda_libraries, nvml
 from llmq.hardware.cuda_driver import Problem
 from llmq.hardware.host_memory import host_memory_bytes, may_grow
 from llmq.tensor import DTYPES
@@ -232,7 +231,7 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
     facts = {
         "device": f"cpu: {cpu_name()}" if device.kind == "cpu" else f"cuda: {_gpu_name(device)}",
         **({"gpu": device.note} if device.note else {}),
-        "cores": blas.num_cores(),
+        "cores": cores.num_cores(),
         "memory": f"{shown(total - free)} / {shown(total)}",
         **(_cuda_facts(device) if device.kind == "cuda" else {}),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -240,18 +239,9 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
     }
     for module, distribution in LIBRARIES.items():
         if module in sys.modules:
-            try:
-                facts[distribution or module] = _version(distribution or module)
-            except metadata.PackageNotFoundError:  # on the path without being installed
-                facts[distribution or module] = str(getattr(sys.modules[module], "__version__", "unknown"))
-    facts["blas"] = blas.in_words()
+            facts[distribution or module] = cuda_libraries.installed(distribution or module) or "unknown"
+    facts["blas"] = cores.blas_in_words()
     return facts
-
-
-@cache
-def _version(distribution: str) -> str:
-    """Of what is installed, whose metadata is read once."""
-    return metadata.version(distribution)
 
 
 def _gpu_name(device: Device) -> str:
@@ -265,10 +255,10 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     """What the log has of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
-    facts: dict[str, Any] = {"compute capability": cuda_driver.dotted(found.capability)}
+    capability = cuda_driver.dotted(found.capability)
     if not found.num_sms:
-        return {"compute capability": f"{facts['compute capability']}, assumed of a GPU that is given by its size"}
-    facts["SMs"] = found.num_sms
+        return {"compute capability": f"{capability}, assumed of a GPU that is given by its size"}
+    facts: dict[str, Any] = {"compute capability": capability, "SMs": found.num_sms}
     rate = f"{peaks(device)['bf16'] / gpus.TERA:.4g} TFLOP/s bf16"
     source = device.card.source if device.card else "measured, since this card is not in llmq's table"
     facts["peak"] = f"{rate}, {source}"
@@ -276,8 +266,8 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
         return facts
     driver, reading = cuda_driver.read(), nvml.read(device.gpu.uuid) or nvml.Reading()
     assert driver is not None
-    facts |= {"uuid": device.gpu.uuid, "driver": f"{reading.driver or driver.version or 'unknown'}"}
-    facts["driver"] += f" (CUDA {cuda_driver.dotted(driver.cuda)})"
+    version = f"{reading.driver or driver.version or 'unknown'} (CUDA {cuda_driver.dotted(driver.cuda)})"
+    facts |= {"uuid": device.gpu.uuid, "driver": version}
     if reading.max_watts is not None:
         facts["power limit"] = f"{reading.max_watts:.0f} W"
     if reading.max_sm_mhz is not None:
@@ -306,7 +296,19 @@ def memory_bytes(device: Device = CPU) -> tuple[int, int]:
     What is in use counts against the limit of a GPU, whose context is made here, so that what it takes is not free.
     MemoryLimitError if the GPU has no room for one, or belongs to another process alone.
     """
-    total, free = _all_memory_bytes(device)
+    if device.kind == "cpu":
+        total, free = host_memory_bytes()
+    elif device.planned:
+        total, free = device.planned.total_bytes, device.planned.free_bytes
+    else:
+        assert device.gpu is not None
+        try:
+            total, free = cuda_driver.memory_bytes(device.gpu)
+        except OSError as error:
+            raise MemoryLimitError(
+                f"{device.gpu.name} cannot be used now: {error}: end what runs on it (nvidia-smi lists it), or choose "
+                "another with CUDA_VISIBLE_DEVICES"
+            ) from error
     if device.limit_bytes is None:
         return total, free
     used = total - free if device.kind == "cuda" else 0
@@ -322,22 +324,6 @@ def host_bytes(options: SystemOptions, device: Device) -> int | None:
     limit = size_bytes(options.host_memory_limit) if options.host_memory_limit else None
     free = None if device.planned or (limit and may_grow()) else host_memory_bytes()[1]
     return min((size // device.num_sharing for size in (limit, free) if size is not None), default=None)
-
-
-def _all_memory_bytes(device: Device) -> tuple[int, int]:
-    """The same without a limit."""
-    if device.kind == "cpu":
-        return host_memory_bytes()
-    if device.planned:
-        return device.planned.total_bytes, device.planned.free_bytes
-    assert device.gpu is not None
-    try:
-        return cuda_driver.memory_bytes(device.gpu)
-    except OSError as error:
-        raise MemoryLimitError(
-            f"{device.gpu.name} cannot be used now: {error}: end what runs on it (nvidia-smi lists it), or choose "
-            "another with CUDA_VISIBLE_DEVICES"
-        ) from error
 
 
 def peaks(device: Device = CPU) -> dict[str, float]:

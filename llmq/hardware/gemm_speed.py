@@ -47,26 +47,19 @@ class GemmSpeed:
         if self.share >= SLOW and not BROKEN & set(slowed):
             return None
         what = "is slow" if self.share < SLOW else "is being slowed down"
-        facts = [text for text in (self._clock(), self._power(), self._heat()) if text]
+        facts = [
+            f"{name}{now:.0f}{f' of {most:.0f}' if most is not None else ''} {unit}"
+            for name, now, most, unit in (
+                ("SM clock ", self.reading.sm_mhz, self.reading.max_sm_mhz, "MHz"),
+                ("", self.reading.watts, self.reading.max_watts, "W"),
+                ("", self.reading.celsius, None, "C"),
+            )
+            if now is not None
+        ]
         facts += [f"slowed down by {', '.join(slowed)}"] if slowed else []
         facts += [f"{self.others} other process{'es' if self.others > 1 else ''} on it"] if self.others else []
         seen = "; ".join(facts) or "NVML does not say why"
         return f"This GPU {what}: matrix products run at {self.line} of {self.peak / TERA:.4g} ({seen})"
-
-    def _clock(self) -> str:
-        if self.reading.sm_mhz is None:
-            return ""
-        most = f" of {self.reading.max_sm_mhz}" if self.reading.max_sm_mhz is not None else ""
-        return f"SM clock {self.reading.sm_mhz}{most} MHz"
-
-    def _power(self) -> str:
-        if self.reading.watts is None:
-            return ""
-        most = f" of {self.reading.max_watts:.0f}" if self.reading.max_watts is not None else ""
-        return f"{self.reading.watts:.0f}{most} W"
-
-    def _heat(self) -> str:
-        return "" if self.reading.celsius is None else f"{self.reading.celsius} C"
 
 
 def measure(where: Device) -> GemmSpeed | None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
-from llmq.hardware.threads import in_threads
+from llmq.hardware.cores import in_threads
 
 CHUNK_BYTES = 64 << 20  # that one thread brings into being at a time
 THREADS = 8  # more wait for each other in the kernel

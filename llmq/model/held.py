@@ -17,7 +17,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
-from llmq.hardware.blas import num_cores
+from llmq.hardware.cores import num_cores
 from llmq.model.repeated import Repeated
 from llmq.operands import Output, Tensor
 from llmq.ops import reference

@@ -66,6 +66,23 @@ def test_mpirun(environ, num):
     assert f"the sum over {num} ranks is {SUMS[num]}" in said
 
 
+@pytest.mark.judge
+def test_a_rank_that_fails_ends_all_with_its_exit_code(environ):
+    """The other one waits for it, and would for ever."""
+    code = (
+        "import os, sys, time\n"
+        "from llmq.comm.environment import recognised\n"
+        "from llmq.comm.join import join_world\n"
+        "from llmq.hardware.device import CPU\n"
+        "world = join_world(recognised(os.environ), CPU)\n"
+        "assert world.gather(world.rank) == [0, 1]\n"
+        "if world.rank == 1: sys.exit(3)\n"
+        "time.sleep(1000)"
+    )
+    command = [found("mpirun"), "-n", "2", sys.executable, "-c", code]
+    assert subprocess.run(command, env=environ, capture_output=True, timeout=120).returncode == 3
+
+
 @pytest.mark.slow
 def test_srun(environ):
     if not found("srun") or subprocess.run(["sinfo"], capture_output=True).returncode:

@@ -149,85 +149,72 @@ def test_stacks_that_cannot_be_written_are_printed(tmp_path):
     assert "stacks-0 cannot be written: " in error and "\nPython stacks of rank 0:\nthread MainThread:\n" in error
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_reported_by_all_others(tmp_path):
-    with Ranks(tmp_path, "", patience=3) as ranks:
-        ranks.reach_the_third_step()
-        time.sleep(1)
-        ranks.all[1].send_signal(signal.SIGSTOP)
-        for status, out, error in ranks.ends(0, 2, within=3 + 2 + 5):
-            assert status == 6 and "ends: [1]" in out
-            assert "rank 1 is lost: no sign of life for 2 s: its process, or its machine, is stopped" in error
-            assert "last seen in step " in error and "Python stacks are in " in error
-        ranks.all[1].send_signal(signal.SIGCONT)
-        [(status, _, error)] = ranks.ends(1, within=10)
-        assert status == 6 and "rank 1 ends" in error
+STORE_LOST = "rank 0 is lost: it keeps the store; "
+# what goes wrong, how the ranks run, the signal that a rank gets, within how many seconds all others say what
+LOST = {
+    "stopped": (
+        "",
+        {"patience": 3},
+        (1, signal.SIGSTOP),
+        10,
+        "rank 1 is lost: no sign of life for 2 s: its process, or its",
+    ),
+    "stands still": ("stuck", {"patience": 3}, (1, None), 10, "it stands still for 2 s, and others wait for it"),
+    "fails": ("fails", {}, (1, None), 15, "rank 1 is lost: it has failed with ValueError: a fault of its own"),
+    "leaves": ("leaves", {}, (1, None), 30, "rank 1 has ended, and rank"),  # no verdict: a rank that left is no loss
+    "killed with the store": ("", {"keeps": True}, (0, signal.SIGKILL), 10, f"{STORE_LOST}its connection has ended"),
+    "stopped with the store": (
+        "",
+        {"keeps": True, "patience": 3},
+        (0, signal.SIGSTOP),
+        10,
+        f"{STORE_LOST}no answer for 2",
+    ),
+    "store of a rank": (
+        "",
+        {"keeps": True, "size": 5},
+        (3, signal.SIGKILL),
+        15,
+        "rank 3 is lost: its process has ended",
+    ),
+}
 
 
-@pytest.mark.sweep
-def test_a_rank_that_stands_still_says_where(tmp_path):
-    with Ranks(tmp_path, "stuck", patience=3) as ranks:
+@pytest.mark.parametrize(
+    ("trouble", "run", "sent", "within", "said"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if i == 0 else pytest.mark.sweep)
+        for i, case in enumerate(LOST.values())
+    ],
+    ids=LOST,
+)
+def test_a_rank_that_is_lost_is_named_by_all_others(tmp_path, trouble, run, sent, within, said):
+    rank, number = sent
+    with Ranks(tmp_path, trouble, **{"patience": 60, **run}) as ranks:
         ranks.reach_the_third_step()
-        for status, out, error in ranks.ends(0, 1, 2, within=3 + 2 + 5):
-            assert status == 6 and "ends: [1]" in out
-            assert "rank 1 is lost: it stands still for 2 s, and others wait for it" in error
+        if number is not None:
+            time.sleep(1.5)
+            ranks.all[rank].send_signal(number)
+        for status, out, error in ranks.ends(*(i for i in range(len(ranks.all)) if i != rank), within=within):
+            assert status == 6 and said in error
+            assert trouble == "leaves" or f"ends: [{rank}]" in out
+        if number == signal.SIGSTOP:
+            ranks.all[rank].send_signal(signal.SIGCONT)
+        if number != signal.SIGKILL:
+            [(status, _, error)] = ranks.ends(rank, within=10)
+            own = {"fails": (1, "ValueError: a fault of its own"), "leaves": (0, "")}
+            code, words = own.get(trouble, (6, f"rank {rank} ends"))
+            assert status == code and words in error and (code != 1 or "is lost" not in error)
+        if trouble == "stuck":
             assert "(last seen in step 3, after collective 4)" in error
-        for number in range(3):
-            stacks = (tmp_path / f"stacks-{number}").read_text()
-            assert f"Python stacks of rank {number}:" in stacks and ("in work_of_the_stuck" in stacks) == (number == 1)
-
-
-@pytest.mark.sweep
-def test_a_rank_that_fails_ends_with_its_own_error_and_the_others_name_it(tmp_path):
-    with Ranks(tmp_path, "fails", patience=60) as ranks:
-        ranks.reach_the_third_step()
-        for status, _, error in ranks.ends(0, 2, within=15):
-            assert status == 6 and "rank 1 is lost: it has failed with ValueError: a fault of its own" in error
-        [(status, _, error)] = ranks.ends(1, within=10)
-        assert status == 1 and "ValueError: a fault of its own" in error and "is lost" not in error
+            stacks = [(tmp_path / f"stacks-{number}").read_text() for number in range(3)]
+            assert ["in work_of_the_stuck" in text for text in stacks] == [False, True, False]
 
 
 @pytest.mark.sweep
 def test_ranks_that_fail_alike_all_end_with_their_own_error(tmp_path):
     with Ranks(tmp_path, "all fail", patience=60, keeps=True) as ranks:
         assert [end[::2] for end in ranks.ends(0, 1, 2, within=20)] == [(1, "error: the loss is not finite\n")] * 3
-
-
-@pytest.mark.sweep
-def test_a_rank_that_leaves_too_early_is_named(tmp_path):
-    """The world of the others breaks; no verdict comes, as a rank that left is no loss."""
-    with Ranks(tmp_path, "leaves", patience=60) as ranks:
-        for status, _, error in ranks.ends(0, 2, within=30):
-            assert status == 6 and "rank 1 has ended, and rank" in error
-
-
-@pytest.mark.sweep
-def test_the_rank_with_the_store_is_killed(tmp_path):
-    with Ranks(tmp_path, "", patience=60, keeps=True) as ranks:
-        ranks.reach_the_third_step()
-        time.sleep(1.5)
-        ranks.all[0].send_signal(signal.SIGKILL)
-        for status, _, error in ranks.ends(1, 2, within=10):
-            assert status == 6 and "rank 0 is lost: it keeps the store; its connection has ended" in error
-
-
-@pytest.mark.sweep
-def test_the_rank_with_the_store_is_stopped(tmp_path):
-    with Ranks(tmp_path, "", patience=3, keeps=True) as ranks:
-        ranks.reach_the_third_step()
-        time.sleep(1)
-        ranks.all[0].send_signal(signal.SIGSTOP)
-        for status, _, error in ranks.ends(1, 2, within=3 + 2 + 5):
-            assert status == 6 and "rank 0 is lost: it keeps the store; no answer for 2 s" in error
-
-
-@pytest.mark.sweep
-def test_the_rank_with_the_store_tells_all_others_before_it_ends(tmp_path):
-    with Ranks(tmp_path, "", patience=60, keeps=True, size=5) as ranks:
-        ranks.reach_the_third_step()
-        ranks.all[3].send_signal(signal.SIGKILL)
-        for status, out, error in ranks.ends(0, 1, 2, 4, within=15):
-            assert status == 6 and "ends: [3]" in out and "rank 3 is lost: its process has ended" in error
 
 
 @pytest.mark.sweep

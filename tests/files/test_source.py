@@ -12,7 +12,7 @@ from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
 from llmq.files.huggingface import Export
 from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
-from llmq.hardware import threads
+from llmq.hardware import cores
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
 from llmq.model.presets import PRESETS
@@ -238,8 +238,8 @@ def test_a_value_is_a_function_of_seed_name_and_element():
 def test_threads_change_no_value(monkeypatch):
     row = Row("embed.weight", (5 * BLOCK // 128 + 3, 128), (Part("e", 0, 5 * BLOCK // 128 + 3),), "normal", True)
     found = []
-    for cores in (1, 4):
-        monkeypatch.setattr(threads, "num_cores", lambda cores=cores: cores)
+    for count in (1, 4):
+        monkeypatch.setattr(cores, "num_cores", lambda count=count: count)
         found.append(drawn(SCRATCH, row, 3))
     np.testing.assert_array_equal(*found)
     assert found[0].ravel()[-1] != 0

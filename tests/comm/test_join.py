@@ -1,11 +1,12 @@
-"""The secret that tokens are made of: made once, by one of many, and readable by its owner alone."""
+"""How ranks prove that they belong together: a secret made once, by one of many, and readable by its owner alone."""
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmq.comm.join import derived_token
+from llmq.comm.join import derived_token, of_first_rank
 from llmq.errors import UsageError
 
 
@@ -34,3 +35,9 @@ def test_a_secret_that_others_can_read_is_refused(secret):
     secret.chmod(0o640)
     with pytest.raises(UsageError, match="can be read by others: delete it"):
         derived_token("slurm 7.0")
+
+
+def test_without_mpi4py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UsageError, match=r"pip install 'llmq-train\[mpi\]'"):
+        of_first_rank([])
