@@ -62,7 +62,7 @@ NEVER: dict[str, set[str]] = {
 OWNERS = {
     "ModelOptions": "llmq.files.source",
     "ExportOptions": "llmq.files.huggingface",
-    "DataOptions": "llmq.data.batches.loader",
+    "DataOptions": "llmq.data.batches",
     "SourceOptions": "llmq.data.batches.named_data",
     "AdapterOptions": "llmq.adapters",
     "PrecisionOptions": "llmq.plan.precision",

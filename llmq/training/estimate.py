@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from llmq.backends import open_backend
-from llmq.data.batches.step import step_of
+from llmq.data.batches.batch import step_of
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown
 from llmq.engine.advice import refuse_if_too_large

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llmq.adapters import resolve as adapters
 from llmq.blocks.attention import Packing
-from llmq.data.batches.step import step_of
+from llmq.data.batches.batch import step_of
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model import optimizer, regularization

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from llmq.cli.train import options_of
-from llmq.data.batches.step import step_of
+from llmq.data.batches.batch import step_of
 from llmq.training.identity import changes, settings
 
 RUN = ("--model=m", "--train-file=t.bin")

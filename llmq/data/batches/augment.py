@@ -15,15 +15,13 @@ same after a resume, for any batch size and any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from llmq.data.batches.batch import Batch
 from llmq.data.batches.permutation import addressed_bits
 from llmq.data.batches.windows import Rows
-from llmq.data.stream import START, Position, Stream
 from llmq.errors import UsageError
 from llmq.model.rope import document_positions
 from llmq.tensor import IGNORED
@@ -46,21 +44,6 @@ class Augmentation:
         for name, rate in self.rates:
             rows = KINDS[name](rows, rate, np.asarray(places), self)
         return rows
-
-
-@dataclass(frozen=True, eq=False)
-class Augmented:
-    """Batches with noise."""
-
-    batches: Stream[Batch]
-    augment: Augmentation
-
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
-        """Batch after batch; see Stream."""
-        for after, batch in self.batches.read(position):
-            assert batch.places is not None
-            rows = self.augment(Rows(batch.tokens, batch.targets, batch.borders), batch.places)
-            yield after, replace(batch, tokens=rows.tokens, targets=rows.targets)
 
 
 def open_augmentation(text: str | None, vocab_size: int, seed: int, num_virtual: int = 0) -> Augmentation | None:

@@ -1,13 +1,17 @@
-"""What one rank computes on in one micro-step: one object from the loader to the engine's slots."""
+"""What one rank computes on in one micro-step, from the loader to the engine's slots; and how many make a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.tensor import IGNORED
+
+if TYPE_CHECKING:
+    from llmq.options.data import DataOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,3 +54,22 @@ class Batch:
         count, length = self.tokens.shape
         documents = np.ones(count, int) if self.borders is None else (self.borders < length).sum(axis=1)
         return self.num_virtual * documents
+
+
+def step_of(options: DataOptions, world: int) -> tuple[int, int, int]:
+    """Sequences of a micro-batch, tokens of each, and micro-batches of a step on each of the ranks.
+
+    UsageError where the global batch has no whole number of them.
+    """
+    if options.global_batch_size is None:
+        return options.batch_size, options.seq_len, options.grad_accumulation
+    per_micro_step = options.batch_size * world
+    accumulation, rest = divmod(options.global_batch_size, per_micro_step)
+    if rest or not accumulation:
+        on_ranks = f" on {world} ranks" if world > 1 else ""
+        lower = max(accumulation, 1) * per_micro_step
+        raise UsageError(
+            f"global_batch_size {options.global_batch_size} is not a multiple of {per_micro_step}, which is "
+            f"batch_size {options.batch_size}{on_ranks}: use {lower} or {lower + per_micro_step}"
+        )
+    return options.batch_size, options.seq_len, accumulation

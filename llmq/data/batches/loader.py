@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from llmq.data.batches.augment import Augmentation, Augmented, open_augmentation
-from llmq.data.batches.batch import Batch
+from llmq.data.batches.augment import Augmentation, open_augmentation
+from llmq.data.batches.batch import Batch, step_of
 from llmq.data.batches.mixture import Mixture, Share, Source, sources_of
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
-from llmq.data.batches.step import step_of
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.batches.windows import (
     Samples,
@@ -134,8 +133,7 @@ class Data:
     def batches(self, rank: int) -> Stream[Batch]:
         """The batches of the training data for one rank."""
         assert 0 <= rank < self.world
-        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world)
-        return batches if self.augment is None else Augmented(batches, self.augment)
+        return RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""
@@ -306,6 +304,7 @@ class RankBatches:
     seed: int
     rank: int = 0
     world: int = 1
+    augment: Augmentation | None = None
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
         """Batch after batch; see Stream."""
@@ -322,6 +321,8 @@ class RankBatches:
                 found, epoch = stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
             else:
                 found, epoch = rows.read(rows.order(places, self.seed)), taken / rows.num_windows
+            if self.augment is not None:
+                found = self.augment(found, places)
             yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)
 
 

@@ -20,7 +20,8 @@ from fractions import Fraction
 import numpy as np
 
 from llmq.data.batches.permutation import mixed
-from llmq.data.batches.windows import Rows, SampleGroup, Samples, empty_rows
+from llmq.data.batches.windows import Rows, Samples, empty_rows
+from llmq.data.tokens.sidecar import TemplateNote
 from llmq.errors import DataError, UsageError
 
 LARGEST_PERIOD = 1 << 17  # places: a table of 1 MiB, made in about 0.1 s
@@ -37,7 +38,7 @@ class Share:
     epochs: float  # passes over the source
 
 
-class Mixture(SampleGroup):
+class Mixture(Samples):
     """Samples of several sources, numbered through; `order` says which of them is at a place.
 
     An epoch of the mixture is as many samples as all sources have; how often each source is seen in it is its weight's
@@ -50,7 +51,8 @@ class Mixture(SampleGroup):
         """Raises UsageError if a weight is not above 0 or the weights take too long to repeat, DataError if a source
         has no sample."""
         assert len(sources) == len(weights) > 0
-        super().__init__(sources)
+        super().__init__(sources[0].form, [file for source in sources for file in source.token_files])
+        self.sources = tuple(sources)
         self.weights = tuple(weights)
         self.names = tuple(names or (f"source {n}" for n in range(1, len(sources) + 1)))
         self.parts, self.period = whole_parts(weights)
@@ -61,6 +63,10 @@ class Mixture(SampleGroup):
             )
         self._starts = np.cumsum([0, *(source.num_windows for source in sources)])
         self.num_windows = int(self._starts[-1])
+        if any(source.limits for source in sources):
+            # A row of a source without borders is one document here.
+            docs, longest = zip(*(source.limits or (1, self.seq_len) for source in sources), strict=True)
+            self.limits = max(docs), max(longest)
         self._source = assignment(self.parts, self.period)  # (period,): which source has each place
         self._count = np.empty(self.period, np.int64)  # (period,): how often it stood at places before
         for n, part in enumerate(self.parts):
@@ -99,9 +105,10 @@ class Mixture(SampleGroup):
             shares.append(Share(self.names[n], self.weights[n], count, part, epochs))
         return shares
 
-    def parts_of_tokens(self) -> list[float]:
-        """By the weights, whatever there is of each source."""
-        return [part / self.period for part in self.parts]
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """Those of each source, by the weights, whatever there is of it."""
+        each = zip(self.sources, self.parts, strict=True)
+        return [(note, share * part / self.period) for source, part in each for note, share in source.templates()]
 
     def identity(self) -> list[list[int]]:
         """What decides, beside the samples themselves, what is read at a place; for checkpoints."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from llmq.data.batches.mixture import Source, sources_of
 from llmq.data.batches.packing import sizes_in_rows, with_docs
 from llmq.data.batches.row_layout import WINDOWS, RowForm
 from llmq.data.batches.streaming import StreamedRows, open_stream
-from llmq.data.batches.windows import Rows
+from llmq.data.batches.windows import Samples
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
 from llmq.data.rows import datasets
@@ -25,12 +25,10 @@ from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.stream import START
 from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
-from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.text import Texts
-from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.errors import DataError, UsageError
+from llmq.errors import UsageError
 from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
@@ -128,12 +126,12 @@ class NamedData:
         files = [(request.entry, count) for request, count in zip(self.requests, counts, strict=True)]
         sizes = sizes_in_rows(np.concatenate(lengths), form) if form.kind != WINDOWS else np.empty(0)
         if not len(sizes):
-            return Estimated(form, tokens, max(tokens - 1, 0) // form.room, files)
+            return Estimated(form, max(tokens - 1, 0) // form.room, files)
         form = with_docs(form, repeated(sizes, form.seq_len))
         assert form.docs is not None
         real = int(sizes.sum()) - form.num_virtual * len(sizes)
         num_rows = count_packs(sizes, form.seq_len, form.docs) * tokens // real
-        return Estimated(form, tokens, max(num_rows, 1), files, form.limits(int(sizes.max())))
+        return Estimated(form, max(num_rows, 1), files, form.limits(int(sizes.max())))
 
 
 def open_named(
@@ -180,29 +178,11 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
     return len(first.ids) * total // max(done, 1), lengths[lengths > 0]
 
 
-@dataclass(eq=False)
-class Estimated:
+class Estimated(Samples):
     """Samples of data that is not tokenized yet, for a plan: how many there will be, about, and their documents."""
 
-    form: RowForm
-    num_tokens: int
-    num_windows: int
-    files: list[tuple[Path, int]]
-    limits: tuple[int, int] | None = None
-    token_files: tuple[TokenFile, ...] = ()
-    end_token_ids: ClassVar[set[int]] = set()
-
-    def __post_init__(self) -> None:
-        self.seq_len, self.num_virtual = self.form.seq_len, self.form.num_virtual
-
-    def templates(self) -> list[tuple[TemplateNote, float]]:
-        """None yet."""
-        return []
-
-    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Any."""
-        return places
-
-    def read(self, samples: np.ndarray) -> Rows:
-        """Nothing can be read."""
-        raise DataError("the data is not tokenized yet: run without --dry-run")
+    def __init__(
+        self, form: RowForm, num_windows: int, files: list[tuple[Path, int]], limits: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(form)
+        self.num_windows, self.files, self.limits = num_windows, files, limits

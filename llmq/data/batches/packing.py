@@ -62,16 +62,8 @@ class Packs(FileSamples):
         super().__init__(files, with_docs(form, sizes_in_rows(documents, form)))
         self.index = pack_documents(documents, self.form)
         self.num_windows = self.index.num_packs
-
-    @cached_property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and tokens of the longest; None where there is one to a row, and no borders."""
-        return self.form.limits(self.longest)
-
-    @cached_property
-    def longest(self) -> int:
-        """Most tokens of a document in a row, with virtual ones."""
-        return int(self.index.lengths.max(initial=1)) + self.num_virtual
+        self.longest = int(self.index.lengths.max(initial=1)) + self.num_virtual  # tokens of a document in a row
+        self.limits = self.form.limits(self.longest)
 
     @property
     def fill(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,14 +17,50 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Data
 from llmq.data.batches.mixture import Share
 from llmq.data.batches.row_layout import RowLayout
-from llmq.data.batches.windows import Rows, SampleGroup, empty_rows
+from llmq.data.batches.windows import Rows, empty_rows
 from llmq.data.stream import START, Position, Stream
+from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.token_file import TokenFile
 
 
-class AllSamples(SampleGroup):
+class AllSamples:
     """What several adapters train or evaluate on. An epoch of all has no number of samples: each has its own."""
 
     num_windows: ClassVar[None] = None
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self.sources, self.seq_len = tuple(sources), int(sources[0].seq_len)
+        self.num_virtual = max(source.num_virtual for source in sources)
+        self.token_files: tuple[TokenFile, ...] = tuple(file for source in sources for file in source.token_files)
+        self.files: list[tuple[Path, int]] = list(dict.fromkeys(file for source in sources for file in source.files))
+        self.num_tokens = sum(count for _, count in self.files)
+
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """Most documents of a row, and most tokens of a document; None if no rows have borders."""
+        if not any(source.limits for source in self.sources):
+            return None
+        # A row of a source without borders is one document here.
+        found = [source.limits or (1, self.seq_len) for source in self.sources]
+        return max(docs for docs, _ in found), max(longest for _, longest in found)
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Those of all sources."""
+        return set().union(*(source.end_token_ids for source in self.sources))
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """Those of each source, with their part of the tokens of all."""
+        parts = self.parts_of_tokens()
+        return [
+            (note, share * part)
+            for source, part in zip(self.sources, parts, strict=True)
+            for note, share in source.templates()
+        ]
+
+    def parts_of_tokens(self) -> list[float]:
+        """Which part of the trained tokens each source has."""
+        return [source.num_tokens / max(self.num_tokens, 1) for source in self.sources]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from llmq.data.batches.first_fit import repeated
 from llmq.data.batches.packing import lay, pack_documents, sizes_in_rows, with_docs
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.row_layout import WINDOWS, RowForm
-from llmq.data.batches.windows import Rows, aim, empty_rows
+from llmq.data.batches.windows import Rows, RowSource, aim, empty_rows
 from llmq.data.chat.counts import Counts, notes
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.records import BadRows
@@ -31,7 +30,6 @@ from llmq.data.rows.request import Request
 from llmq.data.stream import START, Position, Stream
 from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
 from llmq.data.tokens.sidecar import TemplateNote
-from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import Say
 from llmq.errors import DataError, UsageError
 
@@ -42,44 +40,36 @@ GROUP_ROWS = 16  # at least
 ROWS_AT_ONCE = 64  # tokenized together: few, so that training begins soon
 
 
-@dataclass(frozen=True, eq=False)
-class StreamedRows:
+class StreamedRows(RowSource):
     """Documents as rows of a form, without end: after the last document comes the first again.
 
     `documents(begun)` is a stream of what became of the rows of the data, the same each time; its positions are those
-    of FileRows, whose files are shards here. `key` names what it depends on, beside `begun` (seconds since 1970).
+    of FileRows, whose files are shards here. `key` names what it depends on, beside `begun` (seconds since 1970);
+    `ends` are the tokens that end documents and trained turns, as far as known.
 
     Rows are windows, in which documents follow each other without a border, or they are packed, whole and apart as in
     Packs, a group of consecutive documents at a time; with one document to a row, they are padded. A group ends with a
     row of the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
     """
 
-    documents: Callable[[int], Stream[RowTokens]]
-    form: RowForm
-    name: str
-    key: str = ""
-    ends: frozenset[int] = frozenset()  # the tokens that end documents and trained turns, as far as known
-    template: TemplateNote | None = None
-    num_windows: ClassVar[None] = None  # not known ahead
-    num_tokens: ClassVar[int] = 0  # that are there at the start
-    token_files: ClassVar[tuple[TokenFile, ...]] = ()
-    files: ClassVar[list[tuple[Path, int]]] = []
+    num_windows = None  # not known ahead
 
-    @property
-    def seq_len(self) -> int:
-        return self.form.seq_len
-
-    @property
-    def num_virtual(self) -> int:
-        return self.form.num_virtual
-
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and tokens of the longest; None where rows have no borders."""
-        return self.form.limits()
+    def __init__(
+        self,
+        documents: Callable[[int], Stream[RowTokens]],
+        form: RowForm,
+        name: str,
+        key: str = "",
+        ends: Iterable[int] = (),
+        template: TemplateNote | None = None,
+    ) -> None:
+        super().__init__(form)
+        self.documents, self.name, self.key, self.template = documents, name, key, template
+        self.ends, self.limits = frozenset(ends), form.limits()
 
     @property
     def end_token_ids(self) -> set[int]:
+        """Those that it was made with."""
         return set(self.ends)
 
     def templates(self) -> list[tuple[TemplateNote, float]]:
@@ -209,7 +199,7 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
 
     if form.kind != WINDOWS and form.docs is None:
         form = _with_docs(request, form)
-    return StreamedRows(documents, form, name, request.key, frozenset(first.end_token_ids), first.template_note)
+    return StreamedRows(documents, form, name, request.key, first.end_token_ids, first.template_note)
 
 
 def _with_docs(request: Request, form: RowForm) -> RowForm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from llmq.data.rows.find_sources import matched
 from llmq.data.rows.records import all_problems, noted
 from llmq.data.tokens.sidecar import SUFFIX, Sidecar, TemplateNote, same_ids, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
+from llmq.errors import DataError
 from llmq.tensor import IGNORED
 
 CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
@@ -58,89 +59,56 @@ def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> Non
         targets[~trained] = IGNORED
 
 
-class Samples(Protocol):
-    """What a loader reads: samples that are numbered from 0, of any kind."""
+class RowSource:
+    """Rows of a form, of the tokens of some files: what is known of them, however they are read."""
 
-    seq_len: int
-    num_virtual: int  # virtual tokens before each document, which `seq_len` counts
-    num_tokens: int
-    token_files: tuple[TokenFile, ...]
+    limits: tuple[int, int] | None = None  # most documents of a row, and tokens of a document; None: no borders
 
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and most tokens of a document; None if rows have no borders."""
+    def __init__(self, form: RowForm, files: Sequence[TokenFile] = ()) -> None:
+        self.form, self.token_files = form, tuple(files)
+        self.seq_len, self.num_virtual = form.seq_len, form.num_virtual  # with virtual tokens before each document
+        self.files = [(file.path, file.num_tokens) for file in files]
 
     @property
-    def num_windows(self) -> int:
-        """How many samples there are: one epoch."""
-
-    @property
-    def files(self) -> list[tuple[Path, int]]:
-        """Path and number of tokens of each file."""
+    def num_tokens(self) -> int:
+        """Those of all files."""
+        return sum(count for _, count in self.files)
 
     @property
     def end_token_ids(self) -> set[int]:
-        """The tokens that end documents and trained turns, as far as that is known."""
+        """The tokens that end documents and trained turns, as far as that is known: by the files' sidecars."""
+        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.ends()}
 
     def templates(self) -> list[tuple[TemplateNote, float]]:
         """The chat templates that rendered the data, each with its part of the trained tokens."""
+        found = [(known.chat_template, file.num_tokens / self.num_tokens) for file, known in sidecars(self.token_files)]
+        return [(note, share) for note, share in found if note is not None]
+
+
+class Samples(RowSource):
+    """Rows that are numbered from 0, of any kind."""
+
+    num_windows: int  # how many there are: one epoch
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`."""
+        """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`.
+
+        Place s has sample s % N of epoch s // N's permutation.
+        """
+        return sample_order(places, self.num_windows, seed)
 
     def read(self, samples: np.ndarray) -> Rows:
         """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
+        raise DataError("the data is not tokenized yet: run without --dry-run")
 
 
-class SampleGroup:
-    """What several sources of rows have in common, or together."""
-
-    def __init__(self, sources: Sequence[Any]) -> None:
-        self.sources, self.seq_len = tuple(sources), int(sources[0].seq_len)
-        self.num_virtual = max(source.num_virtual for source in sources)
-        self.token_files: tuple[TokenFile, ...] = tuple(file for source in sources for file in source.token_files)
-        self.files: list[tuple[Path, int]] = list(dict.fromkeys(file for source in sources for file in source.files))
-        self.num_tokens = sum(count for _, count in self.files)
-
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Most documents of a row, and most tokens of a document; None if no rows have borders."""
-        if not any(source.limits for source in self.sources):
-            return None
-        # A row of a source without borders is one document here.
-        found = [source.limits or (1, self.seq_len) for source in self.sources]
-        return max(docs for docs, _ in found), max(longest for _, longest in found)
-
-    @property
-    def end_token_ids(self) -> set[int]:
-        """Those of all sources."""
-        return set().union(*(source.end_token_ids for source in self.sources))
-
-    def templates(self) -> list[tuple[TemplateNote, float]]:
-        """Those of each source, with their part of the tokens of all."""
-        parts = self.parts_of_tokens()
-        return [
-            (note, share * part)
-            for source, part in zip(self.sources, parts, strict=True)
-            for note, share in source.templates()
-        ]
-
-    def parts_of_tokens(self) -> list[float]:
-        """Which part of the trained tokens each source has."""
-        return [source.num_tokens / max(self.num_tokens, 1) for source in self.sources]
-
-
-class FileSamples:
-    """The tokens of several files one after the other, which samples are cut from."""
-
-    num_windows: int
+class FileSamples(Samples):
+    """Samples that are cut from the tokens of several files one after the other."""
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
         """DataError if an id is found that is not of the form's vocabulary; see CHECKED_WHOLE."""
-        self.token_files, self.form = tuple(files), form
-        self.seq_len, self.num_virtual = form.seq_len, form.num_virtual
+        super().__init__(form, files)
         self.file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
-        self.num_tokens = int(self.file_starts[-1])
         with all_problems() as problems:
             for file in files:
                 with noted(problems):
@@ -149,27 +117,6 @@ class FileSamples:
                     else:
                         file.check_ids(form.vocab_size, 0, CHECKED_ENDS)
                         file.check_ids(form.vocab_size, file.num_tokens - CHECKED_ENDS)
-
-    @property
-    def files(self) -> list[tuple[Path, int]]:
-        """Path and number of tokens of each file."""
-        return [(file.path, file.num_tokens) for file in self.token_files]
-
-    @property
-    def end_token_ids(self) -> set[int]:
-        """Those that the files' sidecars name."""
-        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.ends()}
-
-    def templates(self) -> list[tuple[TemplateNote, float]]:
-        """Those that the files' sidecars have."""
-        found = [
-            (sidecar.chat_template, file.num_tokens / self.num_tokens) for file, sidecar in sidecars(self.token_files)
-        ]
-        return [(note, share) for note, share in found if note is not None]
-
-    def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample is at each of `places`: place s has sample s % N of epoch s // N's permutation."""
-        return sample_order(places, self.num_windows, seed)
 
     def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""
@@ -188,10 +135,8 @@ class Windows(FileSamples):
 
     A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens after the last are not used,
     unless `with_tails` makes one more window of them, whose rest is tokens 0 that are not trained. Windows with virtual
-    tokens have as many tokens fewer of the file.
+    tokens have as many tokens fewer of the file. Documents run on from one window into the next, without a border.
     """
-
-    limits = None  # documents run on from one window into the next, without a border
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm, *, with_tails: bool = False) -> None:
         super().__init__(files, form)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import write_tokens
 
-from llmq.data.batches.augment import SPAN, Augmented, open_augmentation
+from llmq.data.batches.augment import SPAN, open_augmentation
 from llmq.data.batches.loader import Loader, RankBatches, eval_batches
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.row_layout import PACKED, RowForm
@@ -155,7 +155,7 @@ def test_it_is_in_training_and_never_in_evaluation(tmp_path: Path) -> None:
     augment = open_augmentation("token-dropout=1", 9, 0)
     assert augment is not None
     with (
-        Loader(Augmented(RankBatches(windows, 2, 0), augment)).start() as loader,
+        Loader(RankBatches(windows, 2, 0, augment=augment)).start() as loader,
         Loader(RankBatches(windows, 2, 0)).start() as plain,
     ):
         one, other = loader.next(), plain.next()

@@ -19,7 +19,7 @@ from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import PACKED, RowForm
-from llmq.data.batches.windows import Rows, Windows
+from llmq.data.batches.windows import Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.options.data import DataOptions
@@ -127,25 +127,8 @@ def test_loaders_of_any_world_and_start_read_the_same(
                 assert batch.epoch == batch.position / data.train.num_windows
 
 
-def test_borders_of_all_sources_come_together(tmp_path: Path, monkeypatch) -> None:
-    mixture = make(tmp_path, [3, 3, 3], [1, 1, 1])
-    sources = (([0, 2, T], 2), (None, 0), ([0, 1, 3, T], 2))  # borders, and the longest document
-    for source, (borders, longest) in zip(mixture.sources, sources, strict=True):
-        read = source.read
-
-        def packed(samples: np.ndarray, read=read, borders=borders) -> Rows:
-            rows = read(samples)
-            return rows._replace(borders=None if borders is None else np.array([borders] * len(samples), np.int32))
-
-        monkeypatch.setattr(source, "read", packed)
-        monkeypatch.setattr(source, "limits", borders and (len(borders) - 1, longest))
-    assert mixture.limits == (3, T)  # the row without borders is one document
-    rows = mixture.read(np.array([8, 4, 1]))
-    assert rows.borders is not None and rows.tokens[:, 0].tolist() == [2002, 1001, 1]
-    assert rows.borders.tolist() == [[0, 1, 3, T], [0, T, T, T], [0, 2, T, T]]
-
-
-def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -> None:
+def test_borders_of_all_sources_come_together(tmp_path: Path) -> None:
+    """A row without borders is one document, which counts among the longest."""
     sources = []
     for name, lengths in (("short", [5, 7, 9] * 40), ("long", [64] * 20)):
         with TokenWriter(tmp_path / f"{name}.bin", vocab_size=99) as writer:
@@ -156,8 +139,11 @@ def test_documents_alone_in_their_rows_count_among_the_longest(tmp_path: Path) -
     assert short.limits is not None and short.limits[1] == 9 and long.limits is None
     mixture = Mixture(sources, [1, 1])
     assert mixture.limits == (short.limits[0], 64)
-    rows = mixture.read(np.array([short.num_windows]))
-    assert rows.borders is not None and np.diff(rows.borders).max() == 64
+    rows, one = mixture.read(np.array([short.num_windows, 2])), short.read(np.array([2]))
+    assert rows.borders is not None and one.borders is not None
+    assert rows.borders[0].tolist() == [0] + [64] * short.limits[0]
+    np.testing.assert_array_equal(rows.borders[1], one.borders[0])
+    np.testing.assert_array_equal(rows.tokens[1], one.tokens[0])
 
 
 @pytest.mark.parametrize(
