@@ -207,7 +207,7 @@ class Method:
 
     def facts(self) -> dict[str, Any]:
         """What a benchmark records of it."""
-        return {"lora_rank": None, "dora": False, "base_dtype": self.base, "adapters_at_once": 1}
+        return {"lora_rank": None, "dora": False, "base_dtype": self.base}
 
     # what goes with it
 

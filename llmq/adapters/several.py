@@ -116,9 +116,8 @@ class Several(Method):
         return f"{len(self.members)} adapters at once"
 
     def facts(self) -> dict[str, Any]:
-        """The largest rank, and how many there are."""
-        largest = max(member.adapters.rank for member in self.members)
-        return {**super().facts(), "lora_rank": largest, "adapters_at_once": len(self.members)}
+        """The largest rank."""
+        return {**super().facts(), "lora_rank": max(member.adapters.rank for member in self.members)}
 
     def tile_problems(self) -> Iterator[str]:
         """A tile has tokens of all rows."""
@@ -138,13 +137,6 @@ class Several(Method):
     def with_one_row_each(self) -> Several:
         """The same in the smallest micro-batch."""
         return replace(self, members=tuple(replace(member, rows=1) for member in self.members))
-
-
-def alike(adapters: Lora, count: int, batch_size: int) -> Several:
-    """`count` equal adapters, which share the rows of a micro-batch: `batch_size` must be a multiple of that."""
-    assert batch_size % count == 0, f"{batch_size} rows for {count} adapters"
-    members = (Member(f"adapter-{n + 1}", replace(adapters, base=None), batch_size // count, n) for n in range(count))
-    return Several(tuple(members), base=adapters.base)
 
 
 def member_of(one: MemberOptions, found: Method) -> Member:

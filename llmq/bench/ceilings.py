@@ -47,10 +47,6 @@ class Machine:
     peaks: Mapping[str, float]
     ceilings: Ceilings
 
-    def facts(self) -> dict[str, Any]:
-        """What the file of results has of it."""
-        return {"system": self.system, "peaks": self.peaks, "ceilings": asdict(self.ceilings)}
-
 
 def look_at(where: Device, dtypes: Iterable[str], world: World = ALONE) -> Machine:
     """The machine with its ceilings for products of `dtypes`: those of the first rank, for which the others wait."""

@@ -16,13 +16,12 @@ from typing import Any
 from rich.console import Console
 
 from llmq.backends import Backend
-from llmq.bench import table
 from llmq.bench.ceilings import Ceilings, look_at
-from llmq.bench.configuration import clock_of, fitting_plan
+from llmq.bench.configuration import Configuration, configurations, multiplied, shared
 from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
-from llmq.bench.request import configurations, shared
+from llmq.bench.results import show_machine
 from llmq.engine.bound_plan import make_ready
-from llmq.engine.measure import TIMED, Clock, cold_calls
+from llmq.engine.measure import TIMED, cold_calls
 from llmq.errors import UsageError
 from llmq.hardware import device
 from llmq.hardware.cards import TERA
@@ -68,36 +67,31 @@ def run(request: BenchOptions, training: Mapping[str, Any], pattern: str = "*", 
         for one in configurations(request, training, where)
     ]
     backend = wanted[0].open_backend()
-    plans = [fitting_plan(request, one, backend) for one in wanted]
+    plans = [one.fitting_plan(backend) for one in wanted]
     chosen = [different_calls(plan, pattern) for plan in plans]
     if listed:
         print("\n".join(dict.fromkeys(call.name for calls in chosen for call in calls.values())))
         return 0
-    machine = look_at(where, {dtype for one in wanted for dtype in one.multiplied})
-    table.show_machine(Console(), machine.facts())
+    machine = look_at(where, multiplied(wanted))
+    show_machine(Console(), machine)
     for one, plan, calls in zip(wanted, plans, chosen, strict=True):
         print(f"\n{one.model} {one.dtype} {plan.spec.batch_size}x{plan.spec.seq_len}, one layer\n")
         print("| op | shapes | dtypes | MiB moved | us | rate | share of the roofline |\n|---|---|---|---|---|---|---|")
-        _print_times(one.name, plan, backend, clock_of(where), calls, machine.ceilings)
+        _print_times(one, plan, backend, calls, machine.ceilings)
         gc.collect()  # the next model needs the memory
     return 0
 
 
 def _print_times(
-    name: str,
-    plan: Plan,
-    backend: Backend,
-    clock: Clock,
-    calls: Mapping[tuple[str, int], OpCall],
-    ceilings: Ceilings,
+    one: Configuration, plan: Plan, backend: Backend, calls: Mapping[tuple[str, int], OpCall], ceilings: Ceilings
 ) -> None:
     """A row for each call as soon as it is timed, and a bar on a terminal: below the rows, or on stderr."""
     rows = Screen()
     bars = rows if rows.is_terminal else Screen(sys.stderr)
-    with bars.task(f"Timing the matrix products of {name}", only_bar=True) as report:
+    with bars.task(f"Timing the matrix products of {one.name}", only_bar=True) as report:
         make_ready(plan, backend, report)
-    with bars.task(f"Timing the ops of {name}", only_bar=True) as report:
-        for timed in counted(cold_calls(plan, backend, clock, calls), len(calls), report):
+    with bars.task(f"Timing the ops of {one.name}", only_bar=True) as report:
+        for timed in counted(cold_calls(plan, backend, one.clock(), calls), len(calls), report):
             rows.line(calls[timed.program, timed.index].row(timed.ms, ceilings))
 
 

@@ -1,4 +1,4 @@
-"""The results of `llmq-bench` as plain data: what is kept of a measurement, the JSON file, and a comparison of two.
+"""The results of `llmq-bench`: plain data that is kept of a measurement, the JSON file, and what is printed.
 
 The file is one object: `kind` ("llmq-bench"), `schema`, version, time and command, the system, the card's peaks and
 the measured ceilings, and one of `results` per configuration. Times are milliseconds where the name ends in `_ms`, else
@@ -11,84 +11,61 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Column, Table
+
 import llmq
 from llmq.bench.ceilings import Machine
+from llmq.bench.configuration import Configuration, name_of
 from llmq.bench.ladder import Ladder
-from llmq.disk import storage
+from llmq.disk import shown, storage
 from llmq.engine.measure import Speed
 from llmq.engine.predict import predicted_rate
-from llmq.errors import DataError, UsageError
 from llmq.hardware import nvml
+from llmq.hardware.cards import TERA
 from llmq.hardware.nvml import Reading
 from llmq.training.records import to_json
 
-KIND, SCHEMA = "llmq-bench", 1
-# in two results that can be compared
-SAME = (
-    *("model", "dtype", "batch_size", "seq_len", "gpus", "zero_level", "lora_rank", "dora", "base_dtype"),
-    "adapters_at_once",
+KIND, SCHEMA = "llmq-bench", 2
+SAVING = "name another place with --save"
+WIDEST = 1000  # characters of a table
+COLUMNS = (
+    *("model", "dtype", "micro-batch", "tokens/s (least to most)", "predicted", "SOL", "of the ceilings", "memory"),
+    *("SM clock", "power"),
 )
-# shown where they differ
-SETTINGS = (
-    *("tokens_per_step", "precision", "recompute", "on_host", "fused_update"),
-    *("zero_copy", "write_combined", "persistent_quants"),
-    *("lmhead_chunks", "seq_tiles", "attn_bwd_chunks", "deterministic"),
-)
-# what older files lack
-UNSAID: dict[str, Any] = {"deterministic": True, "gpus": 1, "zero_level": None, "lora_rank": None, "dora": False}
-UNSAID |= {"base_dtype": None, "on_host": [], "fused_update": False, "seq_tiles": 1, "adapters_at_once": 1}
-UNSAID |= {"zero_copy": False, "write_combined": False, "persistent_quants": True}
+LIBRARIES = ("driver", "cuBLASLt", "cuDNN", "cupy", "cupy-cuda13x", "cupy-cuda12x", "numpy", "blas")
 
 Result = Mapping[str, Any]
 
 
 def result_of(
-    model: str,
-    dtype: str,
-    speed: Speed,
-    found: Ladder,
-    machine: Machine,
-    deterministic: bool,
-    *,
-    gpus: int = 1,
-    zero_level: int | None = None,
-    communication: Mapping[str, Any] | None = None,
+    one: Configuration, speed: Speed, found: Ladder, machine: Machine, *, num_gpus: int = 1
 ) -> dict[str, Any]:
-    """The result of one configuration; of several GPUs with what their `communication` costs.
-
-    `speed` is that of all GPUs, memory and readings are those of one. Tokens/s are predicted by the planner's model.
-    """
+    """The result of a configuration. `speed` is that of all GPUs, memory and readings are those of one. Tokens/s are
+    predicted by the planner's model."""
     plan, gpu, (median, low, high) = speed.plan, machine.where.gpu, speed.tokens_per_second
     spec = plan.spec
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
-        "model": model,
-        "dtype": dtype,
+        "model": one.model,
+        "dtype": one.dtype,
         "batch_size": spec.batch_size,
         "seq_len": spec.seq_len,
         "tokens_per_step": speed.tokens_per_step,
         "precision": asdict(spec.precision),
-        "recompute": [flag.removeprefix("recompute_") for flag in spec.memory.flags],
-        "on_host": [*spec.memory.offload, *spec.memory.host],
-        "fused_update": spec.memory.fused,
-        "zero_copy": spec.memory.zero_copy,
-        "write_combined": spec.memory.write_combined,
-        "persistent_quants": spec.memory.persistent_quants,
-        "lmhead_chunks": spec.memory.head_chunks,
-        "seq_tiles": spec.memory.seq_tiles,
-        "attn_bwd_chunks": spec.memory.attention_chunks,
-        "deterministic": deterministic,
-        "gpus": gpus,
-        "zero_level": zero_level,
-        "communication": communication,
+        "settings": asdict(spec.memory),
+        "deterministic": one.is_deterministic,
+        "gpus": 1,
+        "zero_level": None,
+        "communication": None,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "predicted_tokens_per_second": predicted_rate(plan, machine.where.card, speed.tokens_per_step),
         **spec.adapters.facts(),
-        "sol": median / gpus * spec.light_s(machine.peaks),
+        "sol": median / num_gpus * spec.light_s(machine.peaks),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),
         "first_step_s": speed.first_step_s,
@@ -126,130 +103,156 @@ def document(results: Sequence[Result], command: str, machine: Machine) -> dict[
     """The whole file."""
     about = {"kind": KIND, "schema": SCHEMA, "version": llmq.__version__, "command": command}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return dict(to_json({**about, "made": made, **machine.facts(), "results": results}))
+    facts = {"system": machine.system, "peaks": machine.peaks, "ceilings": asdict(machine.ceilings)}
+    return dict(to_json({**about, "made": made, **facts, "results": results}))
+
+
+def refuse_place(path: Path) -> None:
+    """StorageError where `save` would fail, for before anything is measured."""
+    with storage(path, advice=SAVING):
+        path.open("a").close()
 
 
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Writes the file; StorageError if that fails."""
-    with storage(path, advice="name another place with --save"):
+    with storage(path, advice=SAVING):
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Reads a file of `save`; DataError if it is absent, something else, or of another schema."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise DataError(f"--compare {path} cannot be read: {error.strerror}: name a file that --save wrote") from error
-    except ValueError as error:
-        raise DataError(f"--compare {path} is not JSON: {error}: name a file that --save wrote") from error
-    if not isinstance(content, dict) or content.get("kind") != KIND or not isinstance(content.get("results"), list):
-        raise DataError(f"--compare {path} is not a result of llmq-bench: name a file that --save wrote")
-    if content.get("schema") != SCHEMA:
-        raise DataError(
-            f"--compare {path} has schema {content.get('schema')!r}, and this llmq reads {SCHEMA}: measure again with "
-            f"this version and --save (the file is of llmq {content.get('version', 'unknown')})"
-        )
-    wrong = [f"results[{n}] {why}" for n, row in enumerate(content["results"]) if (why := _damage(row))]
-    if content["results"] and not isinstance(content.get("system"), dict):
-        wrong.append("system is not there")
-    if wrong:
-        raise DataError(f"--compare {path} is damaged: {'; '.join(wrong)}: name another file, or measure again")
-    return content
+def show_machine(console: Console, machine: Machine) -> None:
+    """Prints the device, its libraries, and its measured ceilings: `NVIDIA H200; driver 580.65.06 (CUDA 13.0), cuBLASLt
+    13.1.0`, `bf16 745 TFLOP/s (75% of the peak), copy 4210 GB/s`."""
+    kind, _, name = str(machine.system["device"]).partition(": ")
+    names = [name for name in LIBRARIES if name in machine.system and (kind != "cuda" or name not in ("numpy", "blas"))]
+    say(console, f"{name}; {', '.join(f'{name} {machine.system[name]}' for name in names)}")
+    parts, peaks = [], machine.peaks
+    for dtype, rate in machine.ceilings.flops.items():
+        share = f" ({100 * rate / peaks[dtype]:.0f}% of the peak)" if dtype in peaks else ""
+        parts.append(f"{dtype} {rate / TERA:.3g} TFLOP/s{share}")
+    copy = f"copy {machine.ceilings.bytes_per_s / 1e9:,.0f} GB/s"
+    say(console, f"Measured ceilings: {', '.join([*parts, copy])}")
 
 
-def _damage(row: Any) -> str:
-    """Why a result cannot be compared; empty if it can."""
-    if not isinstance(row, dict):
-        return "is not an object"
-    rate, rungs = row.get("tokens_per_second"), row.get("ladder")
-    valid = {
-        **{key: isinstance(row.get(key), str) for key in ("model", "dtype")},
-        **{key: isinstance(row.get(key), int) for key in ("batch_size", "seq_len")},
-        "gaps_ms": _is_number(row.get("gaps_ms")),
-        "tokens_per_second": isinstance(rate, dict) and _is_number(rate.get("median")) and rate["median"] > 0,
-        "ladder": isinstance(rungs, list)
-        and all(isinstance(r, dict) and isinstance(r.get("family"), str) and _is_number(r.get("ms")) for r in rungs),
-    }
-    wrong = [key for key, is_valid in valid.items() if not is_valid]
-    return f"has no valid {', '.join(wrong)}" if wrong else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One configuration before and after: tokens/s, ms of each family, and which settings differ."""
-
-    name: str
-    tokens_per_second: tuple[float, float]
-    families: Mapping[str, tuple[float | None, float | None]]  # None: the family is not there
-    settings: Mapping[str, tuple[Any, Any]]
-
-    @property
-    def percent(self) -> float:
-        """How much faster, in percent of before."""
-        return percent(*self.tokens_per_second)
-
-
-def percent(old: float, new: float) -> float:
-    """The change from `old` to `new` in percent of `old`."""
-    return 100 * (new / old - 1)
-
-
-def name_of(result: Result) -> str:
-    """`Qwen2.5-0.5B bf16 32x1024`, `Qwen2.5-0.5B bf16 32x1024 on 2 GPUs, level 1`, `Qwen2.5-7B bf16 16x1024, rank 16 on
-    nf4`."""
-    gpus, level = result.get("gpus", 1), result.get("zero_level")
-    many = f" on {gpus} GPUs, level {level}" if gpus > 1 else ""
-    size = f"{result['batch_size']}x{result['seq_len']}"
-    return f"{result['model']} {result['dtype']} {size}{many}{adapters_in_words(result)}"
-
-
-def adapters_in_words(about: Mapping[str, Any]) -> str:
-    """`, rank 16 on nf4`, `, DoRA of rank 16`, `, 8 adapters of rank 16`; empty where the whole model is trained."""
-    base, many = f" on {about['base_dtype']}" if about.get("base_dtype") else "", about.get("adapters_at_once") or 1
-    method = f"{many} adapters of rank" if many > 1 else "DoRA of rank" if about.get("dora") else "rank"
-    return f", {method} {about['lora_rank']}{base}" if about.get("lora_rank") else ""
-
-
-def require_common(old: Mapping[str, Any], wanted: Sequence[tuple[str, str, int]]) -> None:
-    """UsageError if no (model, dtype, seq_len) of `wanted` is in a file: raised before anything is measured."""
-    if not {(r["model"], r["dtype"], r["seq_len"]) for r in old["results"]} & set(wanted):
-        raise _nothing_common(old["results"])
-
-
-def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[Change], list[str]]:
-    """Changes of the configurations in both, and names of those in one only; UsageError if none is in both."""
-    before, after = (
-        {tuple({**UNSAID, **r}[key] for key in SAME): r for r in content["results"]} for content in (old, new)
-    )
-    changes = [_change(before[key], result, old, new) for key, result in after.items() if key in before]
-    lone = [
-        name_of(r) for one, other in ((before, after), (after, before)) for key, r in one.items() if key not in other
+def show(console: Console, result: Result) -> None:
+    """Prints the speed of a configuration, the state of the device meanwhile, and the ladder."""
+    rate, memory, many = result["tokens_per_second"], result["memory"], result["communication"]
+    lines = [
+        f"\n{name_of(result)}, {result['tokens_per_step']:,} tokens a step: {rate['median']:,.0f} tokens/s "
+        f"({rate['min']:,.0f} to {rate['max']:,.0f} over {len(result['step_s'])} steps)",
+        f"  {_percent(result['sol'])} of the speed of light, {_percent(result['ceiling_share'])} of the measured "
+        f"ceilings; first step after {result['first_step_s']:.1f} s",
     ]
-    if not changes:
-        raise _nothing_common(old["results"])
-    return changes, lone
+    if predicted := _predicted(result):
+        lines.append(f"  predicted: {predicted} tokens/s")
+    if many:
+        scaling = many["scaling"]
+        of_one = f"x{scaling:.3g} of one ({_percent(scaling / result['gpus'])})" if scaling else "too large for one GPU"
+        exposed = f"{many['exposed_ms']:.1f} ms of a step ({_percent(many['exposed_share'])})"
+        lines.append(f"  {result['gpus']} GPUs: {of_one}; communication, exposed: {exposed}")
+    seen = f", {shown(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
+    lines.append(f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
+    for line in [*lines, *(f"  {line}" for line in gpu_lines(result["gpu"]))]:
+        say(console, line)
+    _show_ladder(console, result)
+    if note := beyond(result):
+        say(console, note)
 
 
-def _nothing_common(results: Sequence[Result]) -> UsageError:
-    there = ", ".join(name_of(result) for result in results) or "no results"
-    return UsageError(f"nothing to compare: the old file has {there}: measure one of these")
+def show_all(console: Console, results: Sequence[Result], wanted: Sequence[str]) -> None:
+    """Prints one table of all results, and which of the `wanted` names did not fit."""
+    _show_table(console, COLUMNS, [_cells(result) for result in results], texts=3)
+    if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
+        say(console, f"Too large for the memory that is free: {', '.join(absent)}")
 
 
-def _change(old: Result, new: Result, old_file: Mapping[str, Any], new_file: Mapping[str, Any]) -> Change:
-    rungs = [{rung["family"]: rung["ms"] for rung in result["ladder"]} for result in (old, new)]
-    for found, result in zip(rungs, (old, new), strict=True):
-        found["gaps"] = result["gaps_ms"]
-    old, new = {**UNSAID, **old}, {**UNSAID, **new}
-    settings = {name: (old[name], new[name]) for name in SETTINGS if name in old and name in new}
-    settings |= {name: (old_file["system"].get(name), new_file["system"].get(name)) for name in ("device", "driver")}
-    return Change(
-        name_of(new),
-        (old["tokens_per_second"]["median"], new["tokens_per_second"]["median"]),
-        {family: (rungs[0].get(family), rungs[1].get(family)) for family in {**rungs[1], **rungs[0]}},
-        {name: pair for name, pair in settings.items() if pair[0] != pair[1]},
+def beyond(result: Result) -> str:
+    """A note if a share is above 100%, which nothing can reach; empty if none is."""
+    shares = [result["sol"], result["ceiling_share"]]
+    reached = [rung["roofline_ms"] / rung["ms"] for rung in result["ladder"] if rung["ms"] > 0]
+    if max(shares) > 1:
+        return (
+            f"{name_of(result)} above 100%: the peaks were measured while other work took the machine; measure again "
+            "when it is idle"
+        )
+    if max(reached, default=0) > 1:
+        return f"{name_of(result)}: ops above 100% found their data in a cache, or the ceilings were measured too low"
+    return ""
+
+
+def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
+    """NVML's readings of the GPU during the steps, and other processes on it."""
+    if not gpu["readings"]:
+        return []
+    facts = [f"SM clock {gpu['sm_mhz']:,.0f} MHz" if gpu["sm_mhz"] is not None else ""]
+    facts.append(f"{gpu['watts']:.0f} W" if gpu["watts"] is not None else "")
+    facts.append(f"up to {gpu['celsius']} C" if gpu["celsius"] is not None else "")
+    slowed = [f"{reason} {100 * share:.0f}% of the time" for reason, share in (gpu["throttled"] or {}).items()]
+    facts.append(f"slowed by: {', '.join(slowed)}" if slowed else "")
+    others = gpu["other_processes"]
+    lines = [", ".join(fact for fact in facts if fact)]
+    if others:
+        lines.append(
+            f"Warning: {others} other process{'es' if others > 1 else ''} on the card: not a free card's speed"
+        )
+    else:
+        lines.append("no other process on the card" if others == 0 else "NVML does not say who else is on the card")
+    return [line for line in lines if line]
+
+
+def _show_ladder(console: Console, result: Result) -> None:
+    rows, whole, gaps = [], result["micro_batch_ms"], result["gaps_ms"]
+    for rung in result["ladder"]:
+        reached = f"{100 * rung['roofline_ms'] / rung['ms']:.0f}%" if rung["ms"] > 0 else ""
+        times = (f"{rung['ms']:.3f}", f"{100 * rung['ms'] / whole:.1f}%", f"{rung['roofline_ms']:.3f}", reached)
+        rows.append((rung["family"], *times))
+    rows.append(("gaps" if gaps >= 0 else "overlap", f"{gaps:.3f}", f"{100 * gaps / whole:.1f}%", "", ""))
+    roofline = sum(rung["roofline_ms"] for rung in result["ladder"])
+    rows.append(("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{100 * roofline / whole:.0f}%"))
+    titles = ("family", "ms of a micro-batch", "share", "roofline ms", "reached")
+    _show_table(console, titles, rows, total=True)
+
+
+def _show_table(
+    console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1, total: bool = False
+) -> None:
+    """A table, of which the first columns (`texts` of them) are words and the others numbers; a line before a `total`.
+    Nothing is lost: it is folded to a terminal, elsewhere as wide as it is."""
+    table = Table(*(Column(title, overflow="fold") for title in titles[:texts]))
+    for title in titles[texts:]:
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row, end_section=total and row is rows[-2])
+    if not console.is_terminal:
+        console.width = WIDEST
+    console.print(table)
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    rate, gpu = result["tokens_per_second"], result["gpu"]
+    return (
+        result["model"],
+        result["dtype"],
+        f"{result['batch_size']}x{result['seq_len']}",
+        f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
+        _predicted(result) or "-",
+        _percent(result["sol"]),
+        _percent(result["ceiling_share"]),
+        shown(result["memory"]["plan_bytes"]),
+        "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
+        "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
     )
+
+
+def _predicted(result: Result) -> str:
+    """`24,034 (-0.5%)`: tokens/s by the planner's model, and what that is more than was measured; empty without one."""
+    predicted, measured = result.get("predicted_tokens_per_second"), result["tokens_per_second"]["median"]
+    return "" if predicted is None else f"{predicted:,.0f} ({100 * (predicted / measured - 1):+.1f}%)"
+
+
+def say(console: Console, text: str) -> None:
+    """Prints a line as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"

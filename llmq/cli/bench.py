@@ -71,11 +71,9 @@ def command(context: click.Context, **given: Any) -> int:
     \b
     llmq-bench
     llmq-bench --models Qwen2.5-0.5B,Qwen2.5-1.5B --dtypes bf16,e4m3 --save today.json
-    llmq-bench --models Qwen2.5-7B --batch-size 16 --compare yesterday.json --tolerance 2
-    llmq-bench --models Qwen2.5-0.5B --batch-sizes 1,2,4,8
+    llmq-bench --models Qwen2.5-0.5B --batch-size 1,2,4,8
     llmq-bench --models Qwen2.5-0.5B --gpus 2 --zero-levels 1,3
     llmq-bench --models Qwen2.5-7B --lora-rank 16 --base-dtype nf4 --dtypes bf16,e4m3
-    llmq-bench --models Qwen2.5-7B --lora-rank 16 --batch-size 16 --adapters-at-once 1,8
     llmq-bench --models Qwen2.5-7B --dtypes e4m3 --recompute block --offload-residual --offload-optimizer
     llmq-bench --models Qwen2.5-7B --dtypes e4m3 --memory-limit 16GiB --fit
     llmq-bench op 'rmsnorm_*'
@@ -83,8 +81,8 @@ def command(context: click.Context, **given: Any) -> int:
     Weights and moments are bf16 (fp32 with --dtypes fp32), adapters and theirs fp32. The command prints tokens per
     second, measured and as llmq-estimate predicts them, the shares of the speed of light and of the measured ceilings
     of this device, memory, clock and power, and the milliseconds of a micro-batch by family of ops, each beside its
-    roofline. On one GPU, without --models, it takes less than three minutes. With --gpus it prints scaling, the
-    bandwidth of a layer's collectives, and what of communication shows. With --fit it measures the plan that
+    roofline. On one GPU, without --models, it takes less than three minutes. With --gpus it prints scaling, and what
+    of communication shows. With --fit it measures the plan that
     llmq-train --fit takes for steps of --tokens-per-step.
     """
     if context.invoked_subcommand:
@@ -93,8 +91,9 @@ def command(context: click.Context, **given: Any) -> int:
     asked = _asked(given)
     from llmq.bench.run import run, started
 
-    exit_code = started(*asked, context.meta[ARGUMENTS])
-    return run(*asked, context.meta["command"]) if exit_code is None else exit_code
+    if (exit_code := started(*asked, context.meta[ARGUMENTS])) is None:
+        run(*asked, context.meta["command"])
+    return exit_code or 0
 
 
 def _refuse_options_before(context: click.Context) -> None:

@@ -12,7 +12,7 @@ from tiny_engines import BF16, FP32, arrays, plan_of, spec_of, tiny
 
 import llmq
 from llmq.backends.host import HostBackend
-from llmq.bench.request import MATMULS
+from llmq.bench.configuration import MATMULS
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine import measure as module

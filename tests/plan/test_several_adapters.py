@@ -8,7 +8,7 @@ import pytest
 from tiny_engines import BF16, EVERY_FP8, FP8, FP64, VOCAB, T, arrays, bits, engine_of, plan_of, tiny
 
 from llmq.adapters.lora import Lora
-from llmq.adapters.several import Member, Several, alike
+from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
@@ -258,7 +258,7 @@ def test_what_it_costs_on_a_gpu_is_that_of_one():
     """No more scratch or memory than adapters and their states take, and the same arithmetic."""
     config = replace(preset("Qwen2.5-0.5B"), num_layers=6)
     one = adapters("all", 16, config)
-    eight = alike(one, 8, 16)
+    eight = Several(tuple(Member(f"adapter-{n + 1}", one, rows=2, seed=n) for n in range(8)))
     spec = Spec(config, FP8["e4m3", "delayed"], Memory(), Hyperparameters(), batch_size=16, seq_len=1024)
     specs = [replace(spec, adapters=each) for each in (one, eight)]
     light = [each.light_s({"bf16": 1.0, "e4m3": 2.0}) for each in specs]

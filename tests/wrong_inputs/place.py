@@ -122,9 +122,6 @@ TEXTS = {
     "loss.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "loss": "low"})),
     "step.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "step": -1})),
     "nan.jsonl": json.dumps(HEADER) + '\n{"type": "train", "step": 1, "loss": NaN}\n',
-    "bench.json": "{}",
-    "bench-torn.json": "{",
-    "bench-list.json": "[]",
 }
 BYTES = {
     "nothing.bin": b"",

@@ -1,4 +1,4 @@
-"""What communication costs: a world without links to measure a step against, and the rates of a layer's collectives.
+"""A world without links, to measure a step against: what communication costs.
 
 The exposed part is what a step takes longer than the same plan on `EchoWorld`, where a rank gets its own data in place
 of the others'. Nothing but the copies within its own memory is left of the collectives, and numbers keep their usual
@@ -9,21 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from llmq.backends import Backend
-from llmq.engine.engine import Engine
-from llmq.engine.measure import Clock
-from llmq.ops.record import Call
-from llmq.ops.seam import record
-from llmq.plan.levels import sent_by
-from llmq.plan.plan import Plan
-
-TIMES = 8  # that a layer's collectives follow each other: ranks that begin apart wait for each other only once
-PROGRAMS = ("first", "last")  # where the collectives of layers are, at any level
 
 
 class EchoWorld:
@@ -94,53 +82,3 @@ def _copy(target: int, source: int, num_bytes: int) -> None:
     from cupy.cuda import get_current_stream, runtime
 
     runtime.memcpyAsync(target, source, num_bytes, runtime.memcpyDeviceToDevice, get_current_stream().ptr)
-
-
-@dataclass(frozen=True)
-class LayerCalls:
-    """The collectives of one layer that gather or that sum: their places in a program, and bytes that a rank sends."""
-
-    program: str
-    indices: tuple[int, ...]
-    num_bytes: int
-
-
-def of_a_layer(plan: Plan, *, gathers: bool) -> LayerCalls | None:
-    """Those of the middle layer, the first time that a step makes them; None if there are none."""
-    layer = plan.spec.config.num_layers // 2
-    for program in PROGRAMS:
-        calls = plan.programs[program].calls
-        found = [index for index, call in enumerate(calls) if _is_of(call, layer, gathers=gathers)]
-        if found:
-            first = tuple(index for index in found if calls[index].phase == calls[found[0]].phase)
-            num_bytes = sum(sent_by(calls[index], plan.spec.sharding.size) for index in first)
-            return LayerCalls(program, first, num_bytes)
-    return None
-
-
-def _is_of(call: Call, layer: int, *, gathers: bool) -> bool:
-    known = record(call.op)
-    written = next(result.ref for result in call.outputs if result is not None)
-    return known.is_collective and known.gathers == gathers and written.layer == layer
-
-
-def layer_rates(plan: Plan, backend: Backend, clock: Clock) -> dict[str, float | None]:
-    """Bytes/s that this rank sends while a layer's collectives run alone, of gradients (`reduce`), of weights
-    (`gather`); None where the plan has none. All ranks call this at the same time."""
-    engine = Engine(plan, backend)
-    clock.follow(backend)
-    rates: dict[str, float | None] = {}
-    for name, gathers in (("reduce", False), ("gather", True)):
-        calls = of_a_layer(plan, gathers=gathers)
-        if calls is None:
-            rates[name] = None
-            continue
-        part = engine.part(calls.program, calls.indices)
-        ms = clock.median_ms(lambda part=part: _repeat(part)) / TIMES  # type: ignore[misc]
-        rates[name] = 1e3 * calls.num_bytes / max(ms, 1e-6)
-    return rates
-
-
-def _repeat(run: Any) -> None:
-    for _ in range(TIMES):
-        run()

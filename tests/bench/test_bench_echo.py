@@ -1,25 +1,23 @@
-"""A world of echoes fills what is received with own data; the collectives of a layer are counted by hand, and timed."""
+"""A world of echoes fills what is received with own data."""
 
 import math
 
 import numpy as np
 import pytest
-from in_process import run_ranks
-from tiny_engines import BF16, FP32, plan_of, tiny
+from tiny_engines import BF16, plan_of, tiny
 
 from llmq.backends.host import HostBackend
-from llmq.bench import communication
-from llmq.bench.communication import TIMES, EchoWorld, layer_rates, of_a_layer
+from llmq.bench import echo
+from llmq.bench.echo import EchoWorld
 from llmq.engine.engine import Engine
-from llmq.engine.measure import Clock, random_parameters, zipf_batch
-from llmq.ops.record import Call
+from llmq.engine.measure import random_parameters, zipf_batch
 from llmq.plan.levels import at_level
 from llmq.stores.sharding import Sharding
 
 CONFIG = tiny(num_layers=3, hidden_size=256, intermediate_size=512, head_dim=64, qkv_bias=False)
 
 
-def plan_at(level, size=2, rank=0, precision=FP32):
+def plan_at(level, size=2, rank=0, precision=BF16):
     return plan_of(precision, config=CONFIG, sharding=at_level(Sharding(rank, size), level))
 
 
@@ -35,7 +33,7 @@ def test_an_echo_is_own_data_as_often_as_needed():
 def copies(monkeypatch):
     """Copies within the GPU as (target, source, bytes)."""
     found = []
-    monkeypatch.setattr(communication, "_copy", lambda *one: found.append(one))
+    monkeypatch.setattr(echo, "_copy", lambda *one: found.append(one))
     return found
 
 
@@ -70,55 +68,10 @@ def test_other_collectives_of_echoes(copies):
 def test_training_on_echoes_stays_finite(level):
     """Else updates would be skipped, and take less time."""
     for rank in range(2):
-        plan = plan_at(level, rank=rank, precision=BF16)
+        plan = plan_at(level, rank=rank)
         engine = Engine(plan, HostBackend(world=EchoWorld(rank, 2)))
         engine.load(random_parameters(plan, 0))
         for step in range(2):
             engine.micro_step(zipf_batch(97, 2, 16, step))
             result = engine.update(step + 1, 1e-3)
             assert result.applied and math.isfinite(result.loss)
-
-
-def phases(plan, calls):
-    found: list[Call] = [plan.programs[calls.program].calls[index] for index in calls.indices]
-    return {(call.op, call.phase) for call in found}
-
-
-def test_collectives_of_a_layer_by_hand():
-    heads, c, f = 4 + 2 * 2, 256, 512
-    numbers = heads * 64 * c + 4 * 64 * c + 3 * c * f + 2 * c
-    for level in range(4):
-        plan = plan_at(level)
-        reduce, gather = (of_a_layer(plan, gathers=gathers) for gathers in (False, True))
-        assert reduce.num_bytes == gather.num_bytes == 4 * numbers // 2
-        assert phases(plan, reduce) == {("reduce_scatter", "backward")}
-        assert phases(plan, gather) == {("all_gather", "forward" if level else "backward")}
-        assert reduce.program == ("first" if level > 1 else "last")
-        assert gather.program == ("first" if level else "last")
-    assert of_a_layer(plan_of(FP32, config=CONFIG), gathers=True) is None
-
-
-class Ticks(Clock):
-    """A millisecond for each moment, and what was run between two."""
-
-    def __init__(self):
-        self.now = 0
-
-    def mark(self):
-        self.now += 1
-        return self.now
-
-    def elapsed_ms(self, start, end):
-        return float(end - start)
-
-
-@pytest.mark.parametrize("level", [1, 3])
-def test_rates_are_bytes_by_the_time_of_one_of_many(level):
-    def work(world):
-        plan = plan_at(level, rank=world.rank)
-        return layer_rates(plan, HostBackend(world=world), Ticks()), of_a_layer(plan, gathers=True).num_bytes
-
-    for rates, num_bytes in run_ranks(2, work):
-        assert rates == {name: pytest.approx(1e3 * num_bytes * TIMES) for name in ("reduce", "gather")}
-    alone = plan_of(FP32, config=CONFIG)
-    assert layer_rates(alone, HostBackend(), Ticks()) == {"reduce": None, "gather": None}
