@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import find_anything
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.stream import START
-from llmq.data.tokens.pipeline import TokenBatch, Work, tokenized
+from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.text import Texts
 from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -168,8 +168,7 @@ def _about(request: Request) -> tuple[int, np.ndarray]:
         total = train.about()
     else:
         return request.found.limit or 0, np.empty(0, np.int64)
-    work: Work[Any, TokenBatch] = request.work(train, request.encoder())
-    with closing(tokenized(work)) as batches:
+    with closing(tokenized(request.work(train, request.encoder()))) as batches:
         _, first = next(batches, (START, None))
     if first is None:
         return 0, np.empty(0, np.int64)

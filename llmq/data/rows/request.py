@@ -17,7 +17,7 @@ from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.find_sources import Found
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.cache import content_hash, key_of
-from llmq.data.tokens.pipeline import RowWork, TextWork
+from llmq.data.tokens.pipeline import RowWork, TextWork, Work
 from llmq.data.tokens.produce import PART_TOKENS, is_whole
 from llmq.data.tokens.sidecar import copied_files
 from llmq.data.tokens.text import Texts
@@ -74,7 +74,7 @@ class Request:
             raise UsageError(f"{', '.join(wrong)}: for data in rows, but {self.found.name} is text")
         return None
 
-    def work(self, part: Texts | RowSequence, encoder: Encoder | None) -> TextWork | RowWork:
+    def work(self, part: Texts | RowSequence, encoder: Encoder | None) -> Work:
         """How the training data or the part for evaluation becomes tokens."""
         if isinstance(part, Texts):
             return TextWork(part.documents, self.tokenizer)

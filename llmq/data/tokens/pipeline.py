@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from llmq.data.chat.counts import Counts
 from llmq.data.chat.encode import Encoder
 from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.records import BadRow, Record, Row
-from llmq.data.stream import START, Position, ReadAhead, Stream
+from llmq.data.stream import START, Position, ReadAhead
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 
@@ -30,10 +30,6 @@ BATCH_CHARACTERS = 1 << 19  # tokenized at once: the library holds some 25 MB me
 BATCH_ROWS = 2048
 AT_ONCE = 2  # batches: while one of them ends with less work than there are cores, the other has some
 READ_AHEAD = 2  # batches that are read or tokenized before they are asked for
-
-B = TypeVar("B")
-R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +62,11 @@ class RowTokens(NamedTuple):
     lengths: tuple[int, ...]  # of the documents
 
 
-class Work(Stream[B], Protocol[B, R_co]):
+class Work(Protocol):
     """What is to be tokenized: a stream of batches, and how one of them becomes tokens."""
 
-    def encode(self, batch: B) -> R_co: ...
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Any]]: ...
+    def encode(self, batch: Any) -> TokenBatch: ...
 
 
 class Edge(Enum):
@@ -185,7 +182,7 @@ def _characters(value: Any) -> int:
     return 1
 
 
-def tokenized(work: Work[B, R], position: Position = START) -> Generator[tuple[Position, R], None, None]:
+def tokenized(work: Work, position: Position = START) -> Generator[tuple[Position, TokenBatch], None, None]:
     """The tokens of each batch of `work` after `position`, as a stream has them; closing it ends its threads.
 
     Raises what reading or encoding raises, in the place of the batch where it happened.

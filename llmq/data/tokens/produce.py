@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -38,7 +37,7 @@ class TokenStream:
     """
 
     name: str
-    work: Work[Any, TokenBatch]
+    work: Work
     has_masks: bool = False
     eval_tokens: int = 0
     limit: int | None = None

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,15 +48,6 @@ Say = Callable[[str], None]
 OnEncoder = Callable[[Encoder, Iterable[Record]], None]
 
 
-@dataclass(frozen=True)
-class Written:
-    """A finished token file."""
-
-    path: Path
-    num_tokens: int
-    num_documents: int
-
-
 def show_samples(encoder: Encoder, records: Iterable[Record], count: int, console: Console) -> None:
     """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
     encoder, bad = encoder.copied(), list[BadRow]()
@@ -85,7 +75,7 @@ def tokenize_data(
     on_progress: Callable[[int, int | None], None] = lambda done, total: None,
     say: Say = lambda text: None,
     on_encoder: OnEncoder | None = None,
-) -> list[Written]:
+) -> list[TokenFile]:
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
@@ -126,7 +116,7 @@ def tokenize_data(
             parts = [part for stream in manifest.streams for part in stream.parts]
             _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
             _publish(parts, folder / WORK, folder)
-    return [Written(folder / part.name, part.num_tokens, part.num_documents) for part in parts]
+    return [TokenFile.open(folder / part.name) for part in parts]
 
 
 def make(
@@ -285,13 +275,24 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     """
     folder, found = request.entry, request.found
     if request.is_made:
-        manifest = Manifest.read(folder)
-        for note in manifest.notes if manifest is not None else ():
+        known = Manifest.read(folder)
+        for note in known.notes if known is not None else ():
             say(note)
     else:
+        work = folder.with_name(folder.name + WORK)
         with locked(folder.with_name(folder.name + ".lock"), say):
             if not request.is_made:  # else it was made meanwhile
-                _make_entry(request, folder, on_progress, say)
+                if folder.exists():
+                    say(f"{folder} has changed since it was made: making it again")
+                before = Manifest.read(folder)  # of an entry that lost files: templates write its date again
+                begun = before.begun if before else None
+                manifest = make(request, work, on_progress=on_progress, say=say, begun=begun)
+                made = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
+                manifest.files = {str(path.relative_to(work)): path.stat().st_size for path in made}
+                manifest.write(work)
+                remove_leftovers(folder)
+                with storage(folder):
+                    replace_folder(folder, work)
     files = _token_files(folder)
     sidecar = Sidecar.read(files[0], TokenFile.open(files[0]).num_tokens)
     if sidecar is not None and sidecar.bad_rows > request.skip_bad_rows:
@@ -304,17 +305,3 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     if found.evaluation is not None and not found.may_lack_evaluation and not has_evaluation:
         require_trained(f"{found.name}: the evaluation data", Counts(), advice=NO_EVALUATION)
     return files
-
-
-def _make_entry(request: Request, folder: Path, on_progress: Callable[[int, int | None], None], say: Say) -> None:
-    work = folder.with_name(folder.name + WORK)
-    if folder.exists():
-        say(f"{folder} has changed since it was made: making it again")
-    before = Manifest.read(folder)  # of an entry that lost files: templates write its date again
-    manifest = make(request, work, on_progress=on_progress, say=say, begun=before.begun if before else None)
-    files = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
-    manifest.files = {str(path.relative_to(work)): path.stat().st_size for path in files}
-    manifest.write(work)
-    remove_leftovers(folder)
-    with storage(folder):
-        replace_folder(folder, work)

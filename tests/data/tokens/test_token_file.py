@@ -17,8 +17,7 @@ from legacy_token_file import bits_of, legacy_bytes
 from token_files import verified, write_tokens
 
 from llmq.data.tokens import token_file
-from llmq.data.tokens.token_file import TokenFile, TokenWriter
-from llmq.data.tokens.token_format import BLOCK_BYTES
+from llmq.data.tokens.token_file import BLOCK_BYTES, TokenFile, TokenWriter
 from llmq.errors import DataError, LlmqError, StorageError
 
 SHA = "0123456789abcdef" * 4
