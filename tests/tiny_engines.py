@@ -225,10 +225,8 @@ class GivenData:
 
     @contextmanager
     def loader(self) -> Iterator["GivenData"]:
-        yield self
-
-    def start(self) -> None:
         self._coming = cycle(self.batches)
+        yield self
 
     def next(self) -> Batch:
         return next(self._coming)

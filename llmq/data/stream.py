@@ -80,6 +80,7 @@ class ReadAhead(Generic[T]):
         """Ends the thread, and waits for it up to JOIN_S."""
         self._stop()
         self._thread.join(JOIN_S)
+        self._end = self._end or Stopped()
 
 
 def _run(items: Iterator[T], results: queue.Queue[T | BaseException], stopped: threading.Event) -> None:

@@ -108,10 +108,9 @@ class Loop:
         """All steps, and the last batch; None if the run ends before it has one."""
         batch = None
         with (
-            self.ready.data.loader(self.ranks.rank) as loader,
+            self.ready.data.loader(self.ranks.rank, self.progress.position, self.progress.stream) as loader,
             self.log.task("Training", after_s=0.0, only_bar=True) as report,
         ):
-            loader.start(self.progress.position, self.progress.stream)
             try:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, self.num_steps)

@@ -95,7 +95,6 @@ class RunBatches:
         few. Weights train for that, as many sites at a time as the device has room for, which then are not quantized.
         """
         with self.data.loader() as loader:
-            loader.start()
             batches = [loader.next() for _ in range(min(self.data.grad_accumulation, MOST_GRADIENTS))]
         self.seen, left, group = len(batches), list(sites), len(sites)
         with self.start_task("Looking at the gradients of adapted maps") as report:
@@ -120,7 +119,6 @@ class RunBatches:
         with self.data.loader() as loader, self.start_task("Looking at the inputs of adapted maps") as report:
             engine = Engine(plan, self.backend)
             engine.load(self.model(plan.rows))
-            loader.start()
             every = len(wanted())
             while self.seen < MOST_BATCHES and (sites := wanted()):
                 batch = loader.next()

@@ -79,7 +79,6 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
     config = from_folder(tmp_path / "shape")
     plan = plan_of(resolve(options.precision, config), config=config, batch_size=2, seq_len=16, seed=7)
     with open_data(options.data, 97, 7).loader() as loader:
-        loader.start()
         batches = [loader.next() for _ in range(steps * accumulation)]
     speed = measure_plan(
         plan,

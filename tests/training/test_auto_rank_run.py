@@ -44,7 +44,6 @@ def by_hand(given, spec, data, values):
     engine = Engine(plan, HostBackend())
     engine.load(values(plan.rows))
     with data.loader() as loader:
-        loader.start()
         for index in range(2):
             engine.micro_step(loader.next(), first=index == 0, last=index == 1)
     spectra = {}

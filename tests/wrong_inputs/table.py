@@ -366,6 +366,8 @@ stray.bin | unexpected stray.bin: every option starts
 --input text.txt --overlong most --seq-len 8 | 'most' is not one of 'turns', 'truncate'
 --input text.txt --show 3 | --show is for data in rows, but text.txt is
 --input text.txt --train-on assistant | --train-on assistant: for data in rows, but
+--input text.txt --seq-len 9 --overlong split | --seq-len 9 with --overlong split: for data in rows
+--input text.txt --data-format messages | --data-format messages: for data in rows, but
 --input text.txt --map x | --map x: give OURS=THEIRS, for example
 --input text.txt --map a=b --map a=c | --map: a is given twice: give each of our
 --input text.txt --map = | --map =: give OURS=THEIRS, for example

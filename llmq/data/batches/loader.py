@@ -126,9 +126,9 @@ class Data:
         """Tokens and padding of a row of one document."""
         return self.seq_len - self.train.num_virtual
 
-    def loader(self, rank: int = 0) -> Loader:
-        """A loader of the training data for one rank; call its `start`."""
-        return Loader(self.batches(rank))
+    def loader(self, rank: int = 0, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
+        """A loader of the training data for one rank, from a place on (see Loader)."""
+        return Loader(self.batches(rank), position, stream)
 
     def batches(self, rank: int) -> Stream[Batch]:
         """The batches of the training data for one rank."""
@@ -327,40 +327,27 @@ class RankBatches:
 
 
 class Loader:
-    """A stream of batches, read ahead by one background thread.
+    """A stream of batches, read ahead by one background thread from sample `position` of the sequence of all ranks on:
+    0, or the `position` of a batch, of streamed rows with its `stream`.
 
-    `start` may be called again to go elsewhere; `close` (or leaving a `with`) ends the thread.
+    `close` (or leaving a `with`) ends the thread.
     """
 
-    def __init__(self, batches: Stream[Batch]) -> None:
-        self.batches = batches
-        self._reader: ReadAhead[tuple[Position, Batch]] | None = None
-
-    def start(self, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
-        """Begins to read at sample `position` of the sequence of all ranks: 0, or the `position` of a batch.
-
-        Of streamed rows, the batch's `stream` is needed too.
-        """
-        self.close()
-        self._reader = ReadAhead(self.batches.read((position, stream)), PREFETCHED)
-        return self
+    def __init__(self, batches: Stream[Batch], position: int = 0, stream: Mapping[str, Any] | None = None) -> None:
+        self._reader = ReadAhead(batches.read((position, stream)), PREFETCHED)
 
     def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
         """The next batch; raises here what went wrong while reading it (DataError for a foreign id).
 
         Stopped if `stop` comes true while there is none yet.
         """
-        if self._reader is None:
-            raise RuntimeError("the loader is not started: call start(position) first")
         began = time.perf_counter()
         _, batch = self._reader.take(stop)
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
-        """Ends the background thread; does nothing if there is none."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        """Ends the background thread, if it has not ended."""
+        self._reader.close()
 
     def __enter__(self) -> Loader:
         return self

@@ -93,8 +93,6 @@ def tokenize_data(
         raise UsageError("give the tokenizer either as --model or as --train-tokenizer (and not both)")
     if train_tokenizer is not None and (revision is not None or eos_token is not None):
         raise UsageError("--revision and --eos-token are for the tokenizer of --model: leave them out")
-    if eval_fraction is not None and not 0 <= eval_fraction < 1:
-        raise UsageError(f"--eval-fraction {eval_fraction} is not in the range from 0 to below 1")
     found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
     name = f"bpe{train_tokenizer}"
     if tokenizer is not None:

@@ -155,8 +155,8 @@ def test_it_is_in_training_and_never_in_evaluation(tmp_path: Path) -> None:
     augment = open_augmentation("token-dropout=1", 9, 0)
     assert augment is not None
     with (
-        Loader(RankBatches(windows, 2, 0, augment=augment)).start() as loader,
-        Loader(RankBatches(windows, 2, 0)).start() as plain,
+        Loader(RankBatches(windows, 2, 0, augment=augment)) as loader,
+        Loader(RankBatches(windows, 2, 0)) as plain,
     ):
         one, other = loader.next(), plain.next()
     np.testing.assert_array_equal(one.targets, other.targets)

@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from token_files import write_tokens
 
 from llmq.data.batches.loader import PREFETCHED, Loader, RankBatches, eval_batches, open_data
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.permutation import sample_order
 from llmq.data.batches.row_layout import RowForm
 from llmq.data.batches.windows import Rows, Windows
+from llmq.data.stream import Stopped
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.options.data import DataOptions
@@ -57,33 +55,11 @@ def samples(loader: Loader, batches: int) -> list[int]:
 def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_the_next(tmp_path: Path) -> None:
     orders = []
     for seed in (1, 2):
-        with Loader(RankBatches(make_windows(tmp_path, 30), 9, seed)).start() as loader:
+        with Loader(RankBatches(make_windows(tmp_path, 30), 9, seed)) as loader:
             seen = samples(loader, 10)
         orders += [tuple(seen[30 * e : 30 * e + 30]) for e in range(3)]
     assert all(sorted(order) == list(range(30)) for order in orders)
     assert len({*orders, tuple(range(30))}) == 7
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    size=st.integers(2, 60),
-    batch_size=st.integers(1, 5),
-    world=st.integers(1, 5),
-    skip=st.integers(0, 20),
-    seed=st.integers(0, 99),
-)
-def test_loaders_of_any_world_and_start_read_the_same(
-    tmp_path_factory: pytest.TempPathFactory, size: int, batch_size: int, world: int, skip: int, seed: int
-) -> None:
-    windows = make_windows(tmp_path_factory.mktemp("l"), size)
-    for rank in range(world):
-        with Loader(RankBatches(windows, batch_size, seed, rank, world)).start(skip * batch_size * world) as loader:
-            for step in (skip, skip + 1, skip + 2):
-                batch, at = loader.next(), (step * world + rank) * batch_size
-                want = windows.read(sample_order(at + np.arange(batch_size), size, seed))
-                np.testing.assert_array_equal(batch.tokens, want.tokens)
-                np.testing.assert_array_equal(batch.targets, want.targets)
-                assert batch.position == (step + 1) * batch_size * world
 
 
 def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
@@ -97,7 +73,7 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_pat
         return Windows.read(windows, samples)
 
     monkeypatch.setattr(windows, "read", read)
-    loader = Loader(RankBatches(windows, 2, 0)).start()
+    loader = Loader(RankBatches(windows, 2, 0))
     loader.next()
     loader.next()
     for _ in range(2):
@@ -122,7 +98,7 @@ def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> No
         return Windows.read(windows, samples)
 
     monkeypatch.setattr(windows, "read", read)
-    with Loader(RankBatches(windows, 2, 0)).start() as loader:
+    with Loader(RankBatches(windows, 2, 0)) as loader:
         for _ in range(PREFETCHED):
             loader.next()
         assert not held.is_set() and len(reads) <= PREFETCHED + 1
@@ -152,7 +128,7 @@ def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(windows, "read", read)
     monkeypatch.setattr("llmq.data.batches.loader.time.perf_counter", now)
-    with Loader(RankBatches(windows, 2, 0)).start() as loader:
+    with Loader(RankBatches(windows, 2, 0)) as loader:
         assert loader.next().wait_ms >= 50
 
 
@@ -184,16 +160,14 @@ def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
 def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:
     loader = Loader(RankBatches(make_windows(tmp_path, 8), 2, 0))
     loader.close()
-    loader.start()
     loader.close()
-    loader.close()
-    with pytest.raises(RuntimeError, match="not started"):
+    with pytest.raises(Stopped):
         loader.next()
 
 
 def test_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
     windows = make_windows(tmp_path, 8)
-    loader = Loader(RankBatches(windows, 2, 0)).start()
+    loader = Loader(RankBatches(windows, 2, 0))
     loader.next()
     del loader  # the fixture waits for the thread's end
 
@@ -211,23 +185,6 @@ def test_evaluation_goes_through_the_file_and_fills_up_with_untrained_rows(tmp_p
         assert got[-1].tokens.shape == (3, T) and (got[-1].targets[2] == -100).all() and got[-1].position == 8
 
 
-def test_borders_go_with_their_rows_and_untrained_rows_are_one_document(tmp_path: Path, monkeypatch) -> None:
-    windows = make_windows(tmp_path, 8)
-    read = windows.read
-
-    def packed(samples: np.ndarray) -> Rows:
-        tokens, targets, _ = read(samples)
-        return Rows(tokens, targets, np.array([[0, 1 + n % 3, T] for n in samples], np.int32))
-
-    monkeypatch.setattr(windows, "read", packed)
-    with Loader(RankBatches(windows, 3, 0)).start() as loader:
-        for batch in (loader.next(), loader.next()):
-            assert batch.borders is not None and batch.borders.dtype == np.int32
-            assert batch.borders.tolist() == [[0, 1 + n % 3, T] for n in batch.tokens[:, 0]]
-    last = list(eval_batches(windows, 3))[-1].borders
-    assert last is not None and last.tolist() == [[0, 1, T], [0, 2, T], [0, T, T]]
-
-
 def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     write_tokens(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
     write_tokens(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
@@ -236,7 +193,7 @@ def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
     assert data.train.files == [(tmp_path / "train.bin", 41)]
     assert data.tokenizer_folder() is None
-    with data.loader().start() as loader:
+    with data.loader() as loader:
         assert loader.next().tokens.shape == (2, T)
     assert open_data(options(tmp_path / "train.bin"), 9, 3).eval is None
 
@@ -266,7 +223,7 @@ def test_a_set_of_less_than_a_step_wraps_within_it_and_that_is_said(tmp_path: Pa
     data = open_data(options_of(tmp_path, 3 * T + 1, 9, batch_size=5, grad_accumulation=2), 9, 0)
     says = "the data has 3 windows and a step takes 10, so that it sees windows more than once: a smaller"
     assert data.facts()["note"].startswith(says)
-    with data.loader().start() as loader:
+    with data.loader() as loader:
         step = np.concatenate([loader.next().tokens for _ in range(2)])
     counts = np.unique(step, axis=0, return_counts=True)[1]
     assert sorted(counts.tolist()) == [3, 3, 4]

@@ -144,12 +144,13 @@ def test_loaders_of_any_world_and_start_read_the_same(
     shards = counted(sizes)
     rows = list(islice(rows_of(stream_of(shards, max_docs=max_docs)), (skip + 2) * batch_size * world))
     for rank in range(world):
-        with Loader(RankBatches(stream_of(shards, max_docs=max_docs), batch_size, 0, rank, world)).start() as loader:
-            position, state = 0, None
+        batches = RankBatches(stream_of(shards, max_docs=max_docs), batch_size, 0, rank, world)
+        position, state = 0, None
+        with Loader(batches) as loader:
             for _ in range(skip):
                 batch = loader.next()
                 position, state = batch.position, batch.stream
-            loader.start(position, state)
+        with Loader(batches, position, state) as loader:
             for step in (skip, skip + 1):
                 batch, at = loader.next(), (step * world + rank) * batch_size
                 for name in ("tokens", "targets", "borders"):

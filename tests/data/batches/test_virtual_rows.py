@@ -139,7 +139,7 @@ def test_data_gives_batches_with_virtual_tokens(file, tmp_path):
     assert data.facts()["virtual tokens"] == "3 before each document"
     with data.loader() as loader:
         assert isinstance(loader, Loader)
-        one = loader.start().next()
+        one = loader.next()
     assert one.num_virtual == N and one.num_tokens == one.num_real == 16
     with pytest.raises(
         UsageError, match="--seq-len 11 counts the 10 virtual tokens before each document: use at least 12"

@@ -61,6 +61,30 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
+@pytest.fixture
+def call(tmp_path: Path, small_tokenizer: Path) -> Callable[..., list[TokenFile]]:
+    """`tokenize_data` of a path with the small tokenizer into a folder of `tmp_path`."""
+
+    def call(path: Path, out: str | Path = "out", **more: Any) -> list[TokenFile]:
+        return tokenize_data(tokenizer=str(small_tokenizer), inputs=[str(path)], out_dir=tmp_path / out, **more)
+
+    return call
+
+
+SILENT: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
+
+
+def stop(done: int, total: int | None) -> None:
+    """Progress that is interrupted half way."""
+    if done > 60:
+        raise KeyboardInterrupt
+
+
+def asked_for(tokenizer: Path, path: Path, *, fraction: float | None = None, **more: Any) -> Request:
+    found = find(inputs=[str(path)], eval_fraction=fraction)
+    return Request(found, TextTokenizer.open(str(tokenizer)), **more)
+
+
 def rows(folder: Path, count: int = 120) -> Path:
     path = folder / "rows.jsonl"
     made = [{"question": f"What is {n}?", "answer": "It's the king's " + "10 ships " * (n % 5)} for n in range(count)]
@@ -92,9 +116,9 @@ def texts(folder: Path) -> Path:
 @pytest.mark.sample
 @pytest.mark.parametrize("make", [rows, text, texts])
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, small_tokenizer, make, seed) -> None:
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(make(tmp_path))]}
-    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, call, make, seed) -> None:
+    path = make(tmp_path)
+    call(path, "whole")
     draw, breaks, said = random.Random(seed), 0, []
 
     def maybe_break(done: int, total: int | None) -> None:
@@ -105,7 +129,7 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, sm
 
     while True:
         try:
-            tokenize_data(**arguments, out_dir=tmp_path / "parts", on_progress=maybe_break, say=said.append)
+            call(path, "parts", on_progress=maybe_break, say=said.append)
             break
         except (KeyboardInterrupt, SystemExit, OSError):
             names = {path.name for path in (tmp_path / "parts").iterdir()}
@@ -115,11 +139,11 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, sm
 
 
 @pytest.mark.parametrize("when", ["finish", "write", "append"])
-def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, small_tokenizer, when: str) -> None:
+def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, when: str) -> None:
     """What an earlier run has left stays as it is until all is finished."""
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
-    tokenize_data(**arguments, out_dir=tmp_path / "older", encode=EncodeOptions(train_on="all"))
-    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+    path = rows(tmp_path)
+    call(path, "older", encode=EncodeOptions(train_on="all"))
+    call(path, "whole")
     older = content(tmp_path / "older")
     holder = produce.Manifest if when == "write" else produce.TokenWriter
     original = getattr(holder, when)
@@ -139,23 +163,18 @@ def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, small_t
             monkeypatch.setattr(holder, when, broken)
             out = shutil.copytree(tmp_path / "older", tmp_path / f"out-{after}-{count}")
             with pytest.raises(KeyboardInterrupt):
-                tokenize_data(**arguments, out_dir=out)
+                call(path, out)
             assert {name: data for name, data in content(out).items() if not name.startswith(".partial")} == older
             monkeypatch.setattr(holder, when, original)
-            tokenize_data(**arguments, out_dir=out)
+            call(path, out)
             assert content(out) == content(tmp_path / "whole")
 
 
-def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch, small, small_tokenizer: Path) -> None:
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
-
-    def stop(done: int, total: int | None) -> None:
-        if done > 60:
-            raise KeyboardInterrupt
-
+def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch, small, call) -> None:
+    path = rows(tmp_path)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            tokenize_data(**arguments, out_dir=tmp_path / "out", on_progress=stop)
+            call(path, on_progress=stop)
     work = tmp_path / "out/.partial"
     made = {path.name: path.stat().st_ino for path in work.glob("*.bin")}
     assert len(made) > 1 and not list(work.glob(".*"))  # nothing half-written
@@ -163,14 +182,15 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch, small, s
     encoded: list[int] = []
     real = pipeline.RowWork.encode
     monkeypatch.setattr(pipeline.RowWork, "encode", lambda self, batch: encoded.append(1) or real(self, batch))
-    files = tokenize_data(**arguments, out_dir=tmp_path / "out")
+    files = call(path)
     assert made.items() <= {file.path.name: file.path.stat().st_ino for file in files}.items()
     assert len(encoded) <= (120 - first) // 7 + 3
 
 
-def test_a_killed_call_resumes_to_the_same_bytes(tmp_path: Path, small, small_tokenizer: Path) -> None:
+def test_a_killed_call_resumes_to_the_same_bytes(tmp_path: Path, small, call, small_tokenizer: Path) -> None:
     """It kills itself after some batches, with the threads of the pipeline at work; nothing half-written is left."""
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
+    path = rows(tmp_path)
+    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
     kill = """
 calls = iter(range(9))
 def kill(done, total):
@@ -179,26 +199,22 @@ def kill(done, total):
 tokenize.tokenize_data(**arguments, on_progress=kill)
 """
     driver = DRIVER.replace("tokenize.tokenize_data(**arguments)\n", kill)
-    command = [sys.executable, "-c", driver, json.dumps([SMALL, {**arguments, "out_dir": str(tmp_path / "out")}])]
+    command = [sys.executable, "-c", driver, json.dumps([SMALL, arguments])]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
     for folder in (tmp_path / "out", tmp_path / "out/.partial"):  # as where it is killed while it copies the tokenizer
         (folder / ".tokenizer.0.tmp").mkdir()
         (folder / ".tokenizer.0.tmp/tokenizer.json").write_text("half")
     said: list[str] = []
-    for folder in ("out", "whole"):
-        tokenize_data(**arguments, out_dir=tmp_path / folder, say=said.append)
+    for out in ("out", "whole"):
+        call(path, out, say=said.append)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not list((tmp_path / "out").glob(".*")) and sum("resuming where" in text for text in said) == 1
 
 
-def test_parts_end_with_documents_and_hold_everything(
-    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
-) -> None:
-    written = tokenize_data(
-        tokenizer=str(small_tokenizer), inputs=[str(rows(tmp_path))], eval_fraction=0, out_dir=tmp_path / "out"
-    )
-    assert [file.path.name for file in written] == [f"train-{n:03d}.bin" for n in range(len(written))]
-    files = [TokenFile.open(file.path) for file in written]
+def test_parts_end_with_documents_and_hold_everything(tmp_path: Path, monkeypatch, small, call) -> None:
+    path = rows(tmp_path)
+    files = call(path, eval_fraction=0)
+    assert [file.path.name for file in files] == [f"train-{n:03d}.bin" for n in range(len(files))]
     assert len(files) > 2 and all(file.num_tokens >= 400 for file in files[:-1])
     assert sum(file.num_documents for file in files) == 120
     for file in files:
@@ -206,11 +222,8 @@ def test_parts_end_with_documents_and_hold_everything(
         assert np.all(file.tokens[file.document_starts[1:] - 1] == 0)  # EOS
         assert file.num_tokens - np.diff(file.document_starts)[-1] < 400
     monkeypatch.setattr(produce, "PART_TOKENS", 10**9)
-    (whole,) = tokenize_data(
-        tokenizer=str(small_tokenizer), inputs=[str(tmp_path / "rows.jsonl")], eval_fraction=0, out_dir=tmp_path / "one"
-    )
-    one = TokenFile.open(whole.path)
-    assert whole.path.name == "train.bin"
+    (one,) = call(path, "one", eval_fraction=0)
+    assert one.path.name == "train.bin"
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), one.tokens)
     trained = [file.trained(0, file.num_tokens) for file in files]
     np.testing.assert_array_equal(np.concatenate(trained), one.trained(0, one.num_tokens))
@@ -222,8 +235,8 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
     """llm.q's rule for web text: eval.bin first, then parts, until eval and parts reach the limit."""
     found = find(inputs=[str(rows(tmp_path, 400))], eval_fraction=0.0)
     found = Found("web", ("web",), found.train, None, "rule", eval_tokens=500, limit=1300, numbered=True)
-    request = Request(found, TextTokenizer.open(str(small_tokenizer)), EncodeOptions())
-    files = [TokenFile.open(path) for path in cached(request, on_progress=lambda done, total: None, say=print)]
+    request = Request(found, TextTokenizer.open(str(small_tokenizer)))
+    files = [TokenFile.open(path) for path in cached(request, **SILENT)]
     assert [file.path.name for file in files] == ["eval.bin", "train-000.bin", "train-001.bin"]
     sizes = [file.num_tokens for file in files]
     assert 500 <= sizes[0] < 600 and 400 <= sizes[1] < 500 and 400 <= sizes[2] < 500 and sum(sizes[:2]) < 1300
@@ -266,8 +279,7 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, monkeyp
     monkeypatch.setenv("HOME", str(tmp_path))
 
     def entry(fraction: float | None = None, **options: Any) -> Path:
-        found, tokenizer = find(inputs=[str(path)], eval_fraction=fraction), TextTokenizer.open(str(folder))
-        return Request(found, tokenizer, EncodeOptions(**options)).entry
+        return asked_for(folder, path, fraction=fraction, encode=EncodeOptions(**options)).entry
 
     assert entry() == entry(0.1)
     found = [
@@ -305,61 +317,47 @@ def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Pat
         options = EncodeOptions(seq_len=seq_len, overlong=overlong)
         return Asked(find(inputs=[str(path)]), tokenizer, options).settled()
 
-    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
     pairs = rows(tmp_path)
     for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (pairs, 2)):
         reads.clear()
         made = {ask(path, seq_len).entry for seq_len in (30, 40)}
         assert len(made) == entries and len(reads) == (0 if path.suffix == ".txt" else 2)
         for seq_len in (30, 40):
-            cached(ask(path, seq_len), **asked)
+            cached(ask(path, seq_len), **SILENT)
         reads.clear()
         assert {ask(path, seq_len).entry for seq_len in (30, 40)} == made and not reads
         assert len({ask(path, seq_len, "drop").entry for seq_len in (30, 40)} | made) == 2 + len(made)
 
 
 def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
-    tokenizer, told = TextTokenizer.open(str(small_tokenizer)), []
-    request = Request(find(inputs=[str(rows(tmp_path))]), tokenizer, EncodeOptions(seq_len=22))
+    request, told = asked_for(small_tokenizer, rows(tmp_path), encode=EncodeOptions(seq_len=22)), []
     for _ in range(2):
         said: list[str] = []
-        cached(request, on_progress=lambda done, total: None, say=said.append)
+        cached(request, **{**SILENT, "say": said.append})
         told.append([text for text in said if "rows of more than 22 tokens are left out, as no" in text])
     assert told[0] == told[1] and len(told[0]) == 1
 
 
 def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    asked = Request(find(inputs=[str(rows(tmp_path))]), TextTokenizer.open(str(small_tokenizer)))
-    said: list[str] = []
-
-    def ask() -> list[Path]:
-        return cached(asked, on_progress=lambda done, total: None, say=said.append)
-
-    files = ask()
+    asked, said = asked_for(small_tokenizer, rows(tmp_path)), list[str]()
+    files = cached(asked, **SILENT)
     entry, whole = files[0].parent, content(files[0].parent)
-    said.clear()
-    assert ask() == files and not said
     damages: list[Callable[[], object]] = [
         files[1].unlink, (entry / "tokenizer/tokenizer.json").unlink, (entry / "manifest.json").unlink,
         lambda: files[0].write_bytes(files[0].read_bytes()[:-8]), lambda: [path.unlink() for path in entry.glob("*.*")],
     ]  # fmt: skip
-    for damage in damages:
+    for damage in (lambda: None, *damages):
         damage()
-        assert ask() == files
+        assert cached(asked, **{**SILENT, "say": said.append}) == files
         # Only the time at which it was begun may be another, where the manifest was lost.
         assert {**content(entry), "manifest.json": b""} == {**whole, "manifest.json": b""}
-        assert said[0] == f"{entry} has changed since it was made: making it again"
+        assert said[:1] == [f"{entry} has changed since it was made: making it again"] * (damage in damages)
         assert [path.name for path in entry.parent.iterdir()] == [entry.name]
         said.clear()
 
 
 def test_nothing_half_written_gets_into_an_entry(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    request = Request(find(inputs=[str(rows(tmp_path))]), TextTokenizer.open(str(small_tokenizer)))
-
-    def stop(done: int, total: int | None) -> None:
-        if done > 60:
-            raise KeyboardInterrupt
-
+    request = asked_for(small_tokenizer, rows(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         cached(request, on_progress=stop, say=print)
     entry = request.entry
@@ -367,79 +365,59 @@ def test_nothing_half_written_gets_into_an_entry(tmp_path: Path, small, small_to
     for name in (".train-000.bin.0.tmp", ".tokenizer.0.tmp/tokenizer.json"):  # as a kill leaves them
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text("half")
-    cached(request, on_progress=lambda done, total: None, say=print)
+    cached(request, **SILENT)
     assert not list(entry.glob(".*")) and not work.exists()
 
 
 DATED = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}{{ strftime_now('@%H%M%S%f') }}"
 
 
-def test_a_date_is_that_of_the_beginning(tmp_path: Path, monkeypatch, small, small_tokenizer: Path) -> None:
+def test_a_date_is_that_of_the_beginning(tmp_path: Path, small, call, small_tokenizer: Path) -> None:
     """One date, in files that an interrupted call began, and in an entry of the cache for as long as it is known."""
-    encode = EncodeOptions(chat_template=DATED, train_on="all")
-    given: dict[str, Any] = {"inputs": [str(rows(tmp_path))], "eval_fraction": 0.0}
-    out, opened = tmp_path / "out", TextTokenizer.open(str(small_tokenizer))
-    arguments: dict[str, Any] = {**given, "tokenizer": str(small_tokenizer), "encode": encode, "out_dir": out}
+    encode, path = EncodeOptions(chat_template=DATED, train_on="all"), rows(tmp_path)
+    opened = TextTokenizer.open(str(small_tokenizer))
 
     def dates(files: list[Path]) -> set[str]:
         text = "".join(opened.encoder.decode(TokenFile.open(file).tokens.tolist()) for file in files)
         return set(re.findall(r"@\d{12}", text.replace(" ", "")))
 
-    def stop(done: int, total: int | None) -> None:
-        if done > 60:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        tokenize_data(**arguments, on_progress=stop)
-    assert len(dates([file.path for file in tokenize_data(**arguments)])) == 1
-
-    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
-    first = cached(Request(find(**given), opened, encode), **asked)
+        call(path, eval_fraction=0.0, encode=encode, on_progress=stop)
+    assert len(dates([file.path for file in call(path, eval_fraction=0.0, encode=encode)])) == 1
+    first = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), **SILENT)
     began = dates(first)
     first[0].unlink()
-    again = cached(Request(find(**given), opened, encode), **asked)
+    again = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), **SILENT)
     assert first == again and dates(again) == began and len(began) == 1
 
 
-def test_other_data_starts_over(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    def stop(done: int, total: int | None) -> None:
-        if done > 60:
-            raise KeyboardInterrupt
-
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "out_dir": tmp_path / "out"}
-    path = rows(tmp_path)
+def test_other_data_starts_over(tmp_path: Path, small, call) -> None:
+    path, said = rows(tmp_path), list[str]()
     with pytest.raises(KeyboardInterrupt):
-        tokenize_data(**arguments, inputs=[str(path)], on_progress=stop)
+        call(path, on_progress=stop)
     assert (tmp_path / "out/.partial/manifest.json").exists()
     path.write_text(path.read_text().replace("king", "queen"))
-    said: list[str] = []
-    tokenize_data(**arguments, inputs=[str(path)], say=said.append)
+    call(path, say=said.append)
     assert not any("resuming" in text for text in said)
-    tokenize_data(**{**arguments, "out_dir": tmp_path / "whole"}, inputs=[str(path)])
+    call(path, "whole")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(
-    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
-) -> None:
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "out_dir": tmp_path / "out"}
-    tokenize_data(**arguments, inputs=[str(rows(tmp_path))])
+def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, monkeypatch, small, call) -> None:
+    call(rows(tmp_path))
     short = rows(tmp_path, 20)
     with pytest.raises(StorageError, match=r"train-000\.bin.* are of an earlier run.*choose another --out-dir"):
-        tokenize_data(**arguments, inputs=[str(short)])
+        call(short)
     for path in (tmp_path / "out").glob("train-*.bin"):
         path.unlink()
     monkeypatch.setattr(produce, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
-    written = tokenize_data(**arguments, inputs=[str(short)])
-    assert [file.path.name for file in written] == ["train.bin", "eval.bin"]
+    assert [file.path.name for file in call(short)] == ["train.bin", "eval.bin"]
     assert not (tmp_path / "out/.partial").exists()
 
 
-def test_finished_files_that_are_moved_only_in_part_are_made_again(
-    tmp_path: Path, monkeypatch, small, small_tokenizer: Path
-) -> None:
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(rows(tmp_path))]}
-    tokenize_data(**arguments, out_dir=tmp_path / "whole")
+def test_finished_files_that_are_moved_only_in_part_are_made_again(tmp_path: Path, monkeypatch, small, call) -> None:
+    path = rows(tmp_path)
+    call(path, "whole")
     out, real, moved = tmp_path / "out", os.replace, []
 
     def replace(source: Path, target: Path) -> None:
@@ -451,74 +429,59 @@ def test_finished_files_that_are_moved_only_in_part_are_made_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", replace)
-        tokenize_data(**arguments, out_dir=out)
-    tokenize_data(**arguments, out_dir=out)
+        call(path)
+    call(path)
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    lines = rows(tmp_path).read_text().splitlines()
-    for at in (20, 50, 80, 110):
-        lines[at] = "{"
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "rows.jsonl")]}
-    arguments |= {"eval_fraction": 0, "out_dir": tmp_path / "out"}
+def with_bad(path: Path, *places: int) -> Path:
+    lines = path.read_text().splitlines()
+    path.write_text("".join("{\n" if at in places else f"{line}\n" for at, line in enumerate(lines)))
+    return path
+
+
+def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, call) -> None:
+    path, said = with_bad(rows(tmp_path), 20, 50, 80, 110), list[str]()
     with pytest.raises(DataError, match=r"rows\.jsonl:81: not JSON.*; 2 before it left out"):
-        tokenize_data(**arguments, skip_bad_rows=2)
+        call(path, eval_fraction=0, skip_bad_rows=2)
     with pytest.raises(DataError, match=r"rows\.jsonl:111: not JSON.*; 3 before it left out"):
-        tokenize_data(**arguments, skip_bad_rows=3)  # resumes after the first ones
-    said: list[str] = []
-    (*_, last) = tokenize_data(**arguments, skip_bad_rows=4, say=said.append)
+        call(path, eval_fraction=0, skip_bad_rows=3)  # resumes after the first ones
+    (*_, last) = call(path, eval_fraction=0, skip_bad_rows=4, say=said.append)
     assert "4 bad rows were left out" in said and last.num_tokens
 
 
-def test_bad_rows_are_counted_over_training_and_evaluation(tmp_path: Path, small_tokenizer: Path) -> None:
-    lines = rows(tmp_path, 40).read_text().splitlines()
-    for at in (4, 19, 39):  # each tenth row is for evaluation, from the tenth on
-        lines[at] = "{"
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "rows.jsonl")]}
+def test_bad_rows_are_counted_over_training_and_evaluation(tmp_path: Path, call, small_tokenizer: Path) -> None:
+    path = with_bad(rows(tmp_path, 40), 4, 19, 39)  # each tenth row is for evaluation, from the tenth on
     with pytest.raises(DataError, match=r"rows\.jsonl:40: not JSON.*; 2 before it left out"):
-        tokenize_data(**arguments, out_dir=tmp_path / "two", skip_bad_rows=2)
-    files = tokenize_data(**arguments, out_dir=tmp_path / "three", skip_bad_rows=3)
-    assert [file.num_documents for file in files] == [35, 2]
-
-    found, tokenizer = find(inputs=[str(tmp_path / "rows.jsonl")]), TextTokenizer.open(str(small_tokenizer))
-    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
-    cached(Request(found, tokenizer, skip_bad_rows=5), **asked)
-    assert cached(Request(found, tokenizer, skip_bad_rows=3), **asked)
+        call(path, "two", skip_bad_rows=2)
+    assert [file.num_documents for file in call(path, "three", skip_bad_rows=3)] == [35, 2]
+    for allowed in (5, 3):
+        assert cached(asked_for(small_tokenizer, path, skip_bad_rows=allowed), **SILENT)
     with pytest.raises(DataError, match=r"3 bad rows were left out when it was tokenized.*--skip-bad-rows 3"):
-        cached(Request(found, tokenizer, skip_bad_rows=2), **asked)
+        cached(asked_for(small_tokenizer, path, skip_bad_rows=2), **SILENT)
 
 
-def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, small_tokenizer: Path) -> None:
-    path = rows(tmp_path, 3)
-    arguments: dict[str, Any] = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": tmp_path / "out"}
-    said: list[str] = []
+def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, call) -> None:
+    path, said = rows(tmp_path, 3), list[str]()
     with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
-        tokenize_data(**arguments, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
+        call(path, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
     assert not list((tmp_path / "out").iterdir()) and not any("resumes from there" in text for text in said)
     for overlong, why in (
         ("truncate", "3 of 3 rows have no trained token"),  # only the beginning of the question is left
         ("turns", r"documents, 3 of 3 rows are too long: --seq-len 17 keeps all\)"),
     ):
         with pytest.raises(DataError, match=f"the training data has no token to train on.*{why}"):
-            tokenize_data(**arguments, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
+            call(path, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_small_set_need_not_have_a_part_for_evaluation(tmp_path: Path, small_tokenizer: Path) -> None:
-    path = rows(tmp_path, 3)  # a tenth of them is none
-    said: list[str] = []
-    (written,) = tokenize_data(
-        tokenizer=str(small_tokenizer), inputs=[str(path)], out_dir=tmp_path / "out", say=said.append
-    )
+def test_a_small_set_need_not_have_a_part_for_evaluation(tmp_path: Path, call, small_tokenizer: Path) -> None:
+    path, said = rows(tmp_path, 3), list[str]()  # a tenth of them is none
+    (written,) = call(path, say=said.append)
     assert written.num_documents == 3 and any("nothing is evaluated" in text for text in said)
-    tokenizer = TextTokenizer.open(str(small_tokenizer))
-    asked: dict[str, Any] = {"on_progress": lambda done, total: None, "say": said.append}
     for _ in range(2):  # made, and found
         said.clear()
-        (train,) = cached(Request(find(inputs=[str(path)]), tokenizer), **asked)
+        (train,) = cached(asked_for(small_tokenizer, path), **{**SILENT, "say": said.append})
         assert train.name == "train.bin" and any("nothing is evaluated" in text for text in said)
     with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
-        cached(Request(find(inputs=[str(path)], eval_fraction=0.1), tokenizer), **asked)
+        cached(asked_for(small_tokenizer, path, fraction=0.1), **SILENT)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,31 +65,6 @@ def test_the_copy_has_the_tokenizers_files_alone_and_replaces_an_older_one(tmp_p
     assert list(target.parent.iterdir()) == [target]
     copy_tokenizer(target, target)
     assert len(list(target.iterdir())) == 4
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_failed_copy_leaves_the_older_one(tmp_path: Path, monkeypatch, step: int) -> None:
-    source, target = tmp_path / "model", tmp_path / "tokenizer"
-    for folder, content in ((source, "new"), (target, "old")):
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text(content)
-
-    calls = []
-
-    def stopping(method: Callable[[Path, Path], object]) -> Callable[[Path, Path], None]:
-        def call(source: Path, target: Path) -> None:
-            calls.append(method)
-            if len(calls) == step:
-                raise KeyboardInterrupt
-            method(source, target)
-
-        return call
-
-    monkeypatch.setattr("llmq.data.tokens.sidecar.shutil.copyfile", stopping(shutil.copyfile))
-    monkeypatch.setattr(os, "rename", stopping(os.rename))
-    with pytest.raises(KeyboardInterrupt):
-        copy_tokenizer(source, target)
-    assert (target / "tokenizer.json").read_text() == "old" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path, monkeypatch) -> None:

@@ -50,51 +50,6 @@ def test_model_and_tokenizer_are_one_option_and_the_fraction_counts(
     assert f"train.bin: {train.num_tokens} tokens in 2 documents\n" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--dataset", "tiny-shakespeare"], 2, "--model"),
-        (["--model", "{t}"], 2, "either as --dataset or as --input"),
-        (["--model", "{t}", "--dataset", "c4:a:b:c"], 2, "neither a path nor a data set"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--eval-fraction", "1"], 2, "eval-fraction"),
-        (["--model", "{t}", "--input", "{d}/*.none"], 3, "no file matches"),
-        (["--model", "{t}", "--input", "{d}/gone.txt"], 3, "gone.txt"),
-        (["--model", "{t}", "--input", "{d}/empty.txt"], 3, "no text in"),
-        (["--model", "{t}", "--input", "{d}/latin.txt", "--eval-fraction", "0"], 3, "latin.txt is not UTF-8: byte 3"),
-        (["--model", "{d}/broken", "--input", "{d}/a.txt"], 3, "tokenizer.json cannot be loaded"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt/x"], 7, "cannot be written"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--out-dir", "{d}/a.txt"], 7, "a.txt is a file: name a folder"),
-        (["--model", "{t}", "--dataset", "{d}/a.txt"], 2, "a.txt is a file: give it as --input"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--overlong", "drop"], 2, "give --seq-len too"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--show", "3"], 2, "--show is for data in rows, but"),
-        (
-            ["--model", "{t}", "--input", "{d}/a.txt", "--seq-len", "9", "--overlong", "split"],
-            2,
-            "--seq-len 9 with --overlong split: for data in rows, but",
-        ),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--map", "x"], 2, "--map x: give OURS=THEIRS"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--map", "a=b", "--map", "a=c"], 2, "a is given twice"),
-        (["--model", "{t}", "--input", "{d}/a.txt", "--data-format", "messages"], 2, "for data in rows, but"),
-        (["--model", "{t}", "--input", "{d}/bad.parquet"], 3, "bad.parquet: not a parquet file"),
-        (["--nonsense"], 2, "nonsense"),
-    ],
-)
-def test_errors_are_one_message_and_a_code(
-    run: Run, tmp_path: Path, small_tokenizer: Path, arguments: list[str], code: int, says: str
-) -> None:
-    (tmp_path / "a.txt").write_text("x\ny\n")
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
-    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/tokenizer.json").write_text("{")
-    arguments = [argument.format(t=small_tokenizer, d=tmp_path) for argument in arguments]
-    got, output = run("--out-dir", tmp_path / "out", *arguments)
-    assert (got, "Traceback" in output) == (code, False)
-    assert says in output
-    assert not list(tmp_path.glob("out/*"))
-
-
 def test_rows_are_shown_and_bad_ones_left_out(run: Run, tmp_path: Path, small_tokenizer: Path) -> None:
     rows = [{"frage": f"What is {n}?", "answer": "10 ships"} for n in range(30)]
     lines = [json.dumps(row) for row in rows]
