@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from llmq.comm.environment import RAY, Place
 from llmq.comm.rank_process import CORES, LAUNCHER
@@ -26,6 +26,7 @@ from llmq.disk import storage
 from llmq.errors import INTERRUPTED, TERMINATED, UsageError, WorldError
 
 if TYPE_CHECKING:
+    from llmq.comm.ray_group import RayRank
     from llmq.options.run import LaunchOptions
 
 ENDINGS = ((20.0, signal.SIGTERM), (28.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
@@ -123,19 +124,6 @@ def _attempt(group: Group, running: Running, more: list[str], number: int) -> in
             server.close()
 
 
-class Rank(Protocol):
-    """A rank that was started, wherever it runs."""
-
-    def poll(self) -> int | None:
-        """Its exit code, -N if signal N ended it; None while it runs."""
-
-    def send(self, number: int) -> None:
-        """A signal to it, if it runs; SIGKILL goes to all that it started, too."""
-
-    def wait(self) -> None:
-        """Until it has ended."""
-
-
 class LocalRank:
     """A process of this machine in a session of its own, which prints into `output`, or where this one does."""
 
@@ -153,11 +141,11 @@ class LocalRank:
         )
 
     def poll(self) -> int | None:
-        """Its exit code."""
+        """Its exit code, -N if signal N ended it; None while it runs."""
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """A signal."""
+        """A signal, if it runs; SIGKILL goes to all that it started, too."""
         if self._process.poll() is None:
             if number == signal.SIGKILL:
                 os.killpg(self._process.pid, number)
@@ -174,7 +162,7 @@ class Running:
 
     def __init__(self) -> None:
         self.heard: list[int] = []
-        self._ranks: dict[int, Rank] = {}
+        self._ranks: dict[int, LocalRank | RayRank] = {}
         self._logs: dict[int, Path | None] = {}
         self._num_sent = 0  # signals that all ranks have got
         self._before: dict[signal.Signals, Any] = {}
@@ -188,7 +176,7 @@ class Running:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def add(self, number: int, rank: Rank, log: Path | None) -> None:
+    def add(self, number: int, rank: LocalRank | RayRank, log: Path | None) -> None:
         """Takes charge of a rank that was started; `log` has what it prints."""
         self._ranks[number], self._logs[number] = rank, log
 

@@ -90,17 +90,18 @@ class PeerCopies:
         self._number = 0  # of groups whose addresses the ranks have told each other
         self._words, self._peers = 0, dict[int, int]()
         self._memory: list[OpenedMemory] = []
-        told = host.gather([machine, *self._tried(lambda: list(gpu.exported(self._made_words())))])
+        told = host.gather([machine, *self._tried(self._exported_words)])
         problem = "" if len({one[0] for one in told}) == 1 else "the ranks are on several machines"
         problem = problem or next((one[2] for one in told if one[2]), "")
         if not problem:
-            problem = self._all_of(self._tried(lambda: self._open([one[1] for one in told]))[1])
+            problems = host.gather(self._tried(lambda: self._open([one[1] for one in told]))[1])
+            problem = str(next(filter(None, problems), ""))
         if problem:
             raise PeerError(problem)
 
-    def _made_words(self) -> int:
+    def _exported_words(self) -> tuple[str, int]:
         self._words = self._gpu.words(KINDS * self._size)
-        return self._words
+        return self._gpu.exported(self._words)
 
     def _open(self, exported: Sequence[tuple[str, int]]) -> None:
         for rank in self._others:
@@ -114,10 +115,6 @@ class PeerCopies:
             return work(), ""
         except PeerError as error:
             return None, f"the GPU of rank {self._rank} does not share memory: {error}"
-
-    def _all_of(self, problem: str) -> str:
-        """The first problem that a rank has."""
-        return str(next(filter(None, self._host.gather(problem)), ""))
 
     def agreed(self, transfers: Transfers) -> GroupCopies:
         """The copies of a group. All ranks ask at the same time.
@@ -136,16 +133,13 @@ class PeerCopies:
             if [size for _, _, size in theirs] != [size for _, size in mine]:
                 raise WorldError(f"rank {rank} receives other sizes than rank {self._rank} sends")
             for (handle, offset, size), (source, _) in zip(theirs, mine, strict=True):
-                if handle not in memory:
-                    memory[handle] = self._reached(handle, rank)
+                try:
+                    memory[handle] = memory.get(handle) or self._gpu.opened(handle)
+                except PeerError as error:
+                    text = f"rank {self._rank} cannot reach the memory of rank {rank} any more: {error}"
+                    raise WorldError(text) from error
                 moves.append((memory[handle].address + offset, source, size))
         return GroupCopies(tuple(moves), tuple(transfers.own), tuple(memory.values()))
-
-    def _reached(self, handle: str, rank: int) -> OpenedMemory:
-        try:
-            return self._gpu.opened(handle)
-        except PeerError as error:
-            raise WorldError(f"rank {self._rank} cannot reach the memory of rank {rank} any more: {error}") from error
 
     def run(self, copies: GroupCopies) -> None:
         """Makes the copies of a group, in the order of the current stream."""

@@ -24,20 +24,10 @@ import numpy as np
 from llmq.comm.world import ALONE, World
 from llmq.disk import discarded_on_error, temporary_name
 from llmq.errors import StorageError
+from llmq.files import writers
 from llmq.files.manifest import folder_name
 from llmq.files.tensor_files import ByteCount, Piece
-from llmq.files.writers import (
-    Keep,
-    Saving,
-    TensorSlice,
-    begin,
-    checkpoint_bytes,
-    commit,
-    fail,
-    hand_over,
-    part_of,
-    write_part,
-)
+from llmq.files.writers import Keep, Saving, TensorSlice
 from llmq.screen import StartTask, unshown
 
 POLL_S = 0.1  # between looks at how far a save is
@@ -146,10 +136,10 @@ class Saver:
     def _begun(self, snapshot: Snapshot) -> Saving:
         """The hidden folder that all ranks write into, which the first one makes."""
         world, hidden, why = self._world, None, ""
-        needed = sum(world.gather(checkpoint_bytes(snapshot.pieces)))
+        needed = sum(world.gather(writers.checkpoint_bytes(snapshot.pieces)))
         if world.rank == 0:
             try:
-                hidden = str(begin(self._folder, snapshot.step, world.size, needed=needed).hidden)
+                hidden = str(writers.begin(self._folder, snapshot.step, world.size, needed=needed).hidden)
             except StorageError as error:
                 why = str(error)
         hidden, why = world.gather((hidden, why))[0]
@@ -174,13 +164,15 @@ class Saver:
     ) -> Path:
         """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
         rank = self._world.rank
-        own = partial(write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved)
+        own = partial(
+            writers.write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved
+        )
         if rank:
             try:
-                hand_over(saving, own())
+                writers.hand_over(saving, own())
             except BaseException as error:
                 if saving.hidden.is_dir() or not isinstance(error, StorageError):
-                    fail(saving, rank, str(error))
+                    writers.fail(saving, rank, str(error))
                     raise  # else rank 0 has given up, and says why
             while saving.hidden.is_dir():
                 self._wait()
@@ -190,11 +182,11 @@ class Saver:
         try:
             parts = [own()]
             while len(parts) < saving.world:
-                if (other := part_of(saving, len(parts))) is None:
+                if (other := writers.part_of(saving, len(parts))) is None:
                     self._wait()
                 else:
                     parts.append(other)
-            return commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
+            return writers.commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
         except BaseException:
             with suppress(OSError):  # renamed first: others may be writing into it, and wait for it to go
                 shutil.rmtree(saving.hidden.rename(temporary_name(saving.path)))

@@ -18,17 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.disk import (
-    MIB,
-    check_free_space,
-    existing_folder,
-    finish_folder,
-    remove_folder,
-    remove_leftovers,
-    storage,
-    takes_files,
-    whole_folder,
-)
+from llmq import disk
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import tensor_files, weight_files
 from llmq.files.tensor_files import Piece, Stored, cut, write_files
@@ -58,7 +48,7 @@ _QUANTIZED = re.compile(
 _WRITTEN = re.compile(
     r"config\.json|llmq_(base|merged)\.json|adapter_config\.json|adapter_model\.safetensors|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
 )
-_storage = partial(storage, failed="the model cannot be written", advice="choose another --out-dir")
+_storage = partial(disk.storage, failed="the model cannot be written", advice="choose another --out-dir")
 
 
 def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
@@ -158,12 +148,12 @@ class Export:
             raise UsageError(f"--export-dtype {self.dtype}: known are {', '.join(TORCH_NAMES)}")
         _generation_config(self.tokenizer_folder, {})
         copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder))
-        needed = export_bytes(self.rows, self.dtype) + copied + MIB
+        needed = export_bytes(self.rows, self.dtype) + copied + disk.MIB
         with _storage(folder):
-            finish_folder(folder, kept=_is_other)
+            disk.finish_folder(folder, kept=_is_other)
             _check_target(folder, self.overwrite)
             if room:
-                check_free_space({"the model": (folder, needed)})
+                disk.check_free_space({"the model": (folder, needed)})
         return needed
 
     def write(self, read: Callable[[Row], np.ndarray]) -> Path:
@@ -174,8 +164,8 @@ class Export:
         part of a model stay. StorageError where the disk fails; what was there before is then intact.
         """
         folder, needed = _resolved(self.folder), self.check()
-        remove_leftovers(folder, kept=_is_other)
-        with _storage(folder, needed=needed), whole_folder(folder, kept=_is_other) as new:
+        disk.remove_leftovers(folder, kept=_is_other)
+        with _storage(folder, needed=needed), disk.whole_folder(folder, kept=_is_other) as new:
             self.write_model(new, read)
             for name, contents in self.beside.items():
                 write_json(new / name, contents)
@@ -239,7 +229,7 @@ def exports_anyway(options: ExportOptions) -> bool:
 
 def finish_export(options: ExportOptions) -> None:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
-    remove_leftovers(_resolved(Path(options.out_dir)), kept=_is_other)
+    disk.remove_leftovers(_resolved(Path(options.out_dir)), kept=_is_other)
 
 
 def refuse_taken(options: ExportOptions) -> None:
@@ -256,7 +246,7 @@ def remove_model(folder: Path) -> bool:
         entries = list(folder.iterdir()) if folder.is_dir() else []
         ours = [entry for entry in entries if _is_ours(entry.name)]
         if ours and len(ours) == len(entries):
-            remove_folder(folder)
+            disk.remove_folder(folder)
         else:
             for entry in ours:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -291,8 +281,8 @@ def _check_target(folder: Path, overwrite: bool) -> None:
                 f"{folder} already holds a model ({', '.join(there[:3])}{more}): "
                 "use another --out-dir, or --overwrite to replace it"
             )
-    parent = existing_folder(folder.parent)
-    if not takes_files(parent):
+    parent = disk.existing_folder(folder.parent)
+    if not disk.takes_files(parent):
         raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
 
 

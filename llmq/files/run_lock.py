@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import getpass
-import json
 import os
 import shlex
 import socket
@@ -21,10 +20,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from pydantic import Field, TypeAdapter
 
 from llmq.disk import beside, existing_folder, storage, write_whole
 from llmq.errors import StorageError
@@ -63,7 +64,7 @@ def kept_folder(option: str, path: Path) -> RunOutput:
 class Holder:
     """Who holds a lock, in words; the operating system, or filelock, decides whether it is held."""
 
-    pid: int
+    pid: Annotated[int, Field(gt=0, strict=True)]
     host: str
     user: str
     started: str
@@ -85,19 +86,19 @@ class Holder:
     @classmethod
     def read(cls, path: Path) -> Holder | None:
         """As written at `path`; None if there is none, or it is not complete."""
-        try:
-            values = json.loads(path.read_bytes())
-            holder = cls(**{field.name: values[field.name] for field in fields(cls)})
-            return holder if type(holder.pid) is int and holder.pid > 0 else None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
-            return None
+        with suppress(OSError, ValueError):
+            return _HOLDER.validate_json(path.read_bytes())
+        return None
 
     def json(self) -> bytes:
         """What `read` reads."""
-        return json.dumps(asdict(self), indent=1).encode()
+        return _HOLDER.dump_json(self, indent=1)
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user} on {self.host}, since {self.started}: {self.command}"
+
+
+_HOLDER = TypeAdapter(Holder)
 
 
 @contextmanager

@@ -247,19 +247,15 @@ def _rotate(newest: Path, keep: Keep) -> None:
     if not keep.newest:
         return
     manifests = {path: sound(path) for path in found(newest.parent).values() if path != newest}
-    others = sorted(manifests, key=lambda path: (_number(manifests[path]), path.name))
+    numbers = {path: manifest.save if manifest else 0 for path, manifest in manifests.items()}
+    others = sorted(numbers, key=lambda path: (numbers[path], path.name))
     rotated = others[: max(len(others) - keep.newest + 1, 0)]
-    own = sound(newest)
-    known = [manifest for manifest in (*manifests.values(), own) if manifest]
+    known = [manifest for manifest in (*manifests.values(), sound(newest)) if manifest]
     best = best_of(known, keep.best) if keep.best else None
     for path in rotated:
         manifest = manifests[path]
         if manifest is None or not (keep.spares(manifest.step) or (best and manifest.step == best.step)):
             remove_folder(path)
-
-
-def _number(manifest: CheckpointManifest | None) -> int:
-    return manifest.save if manifest else 0
 
 
 _PART = TypeAdapter(WrittenPart)
