@@ -30,14 +30,6 @@ PACKING = Packing(6, 12)
 CONFIG = tiny(hidden_size=64, head_dim=16, intermediate_size=96)  # what cuDNN and 16-byte accesses take
 
 
-@pytest.fixture(scope="module")
-def backend():
-    """One backend for the tests, graphs on."""
-    from llmq.backends.cuda import CudaBackend
-
-    return CudaBackend()
-
-
 def cuda_engine(backend, precision, memory=None, config=CONFIG, **numbers):
     """A tiny engine on the GPU."""
     plan = plan_of(precision, memory, config, scratch_bytes=backend.scratch_bytes, **numbers)

@@ -45,13 +45,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def backend():
-    from llmq.backends.cuda import CudaBackend
-
-    return CudaBackend()
-
-
 def engine_of(backend, precision, base, memory=None, *, text="all", alpha=32.0, ranks=None, make=Lora, **more):
     """An engine with settled scales."""
     every = targets(chosen(text, CONFIG), 16, alpha, rslora=False, ranks=ranks)

@@ -111,9 +111,14 @@ def cuda_memory(runtime, monkeypatch):
 
 
 @pytest.fixture
-def cuda(cuda_memory, monkeypatch):
-    """llmq.backends.cuda on it, likewise."""
-    return loaded("llmq.backends.cuda", monkeypatch)
+def cuda(cuda_memory, monkeypatch, tmp_path):
+    """llmq.backends.cuda on it, likewise, without libraries."""
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+    found = loaded("llmq.backends.cuda", monkeypatch)
+    monkeypatch.setattr(found, "device_key", lambda: "H200")
+    for name in ("Gemms", "Cudnn"):
+        monkeypatch.setattr(found, name, lambda *arguments, **numbers: None)
+    return found
 
 
 def loaded(name, monkeypatch):
@@ -221,12 +226,8 @@ def test_host_memory_says_where_it_is_and_how_long_it_took(runtime, cuda_memory,
     assert empty.num_bytes == 0 and empty.view(0, 0).nbytes == 0 and not empty.unpinned_bytes
 
 
-def test_a_run_whose_memory_is_not_locked_has_no_graphs(runtime, cuda, monkeypatch, tmp_path):
+def test_a_run_whose_memory_is_not_locked_has_no_graphs(cuda, monkeypatch):
     """A captured copy from ordinary memory would wait, which a capture cannot."""
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
-    for name in ("Gemms", "Cudnn"):
-        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
     for unpinned in (0, 5 << 20):
         host = SimpleNamespace(num_bytes=1, unpinned_bytes=unpinned)
         memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
@@ -278,12 +279,8 @@ def test_write_combined_memory_that_is_refused_is_ordinary(runtime, cuda_memory)
     ("unpinned", "same_addresses", "said"), [(0, True, None), (5 << 20, True, "lock 5.0 MiB"), (0, False, "lock 0")]
 )
 def test_kernels_read_locked_memory_by_the_hosts_addresses_alone(
-    runtime, cuda, monkeypatch, tmp_path, unpinned, same_addresses, said
+    runtime, cuda, monkeypatch, unpinned, same_addresses, said
 ):
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
-    for name in ("Gemms", "Cudnn"):
-        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
     runtime.has_same_addresses = same_addresses
     host = SimpleNamespace(num_bytes=8 << 20, unpinned_bytes=unpinned, is_combined=False)
     memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
@@ -308,11 +305,8 @@ def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_mem
             cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
 
 
-def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(runtime, cuda, monkeypatch, tmp_path):
+def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(cuda, monkeypatch):
     """While algorithms are timed, and while memory is allocated; what fails otherwise stays what it is."""
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
-    monkeypatch.setattr(cuda, "Cudnn", lambda **numbers: None)
     monkeypatch.setattr(sys.modules["cupy.cuda"], "Stream", lambda non_blocking: Stream())
     lacking = (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), MemoryError("Out of memory allocating 512 bytes"))
     result = SimpleNamespace(forms=(None,), ref=None, accumulate=False)
@@ -411,12 +405,8 @@ def test_what_failed_within_a_capture_is_what_is_told(cuda):
     program()
 
 
-def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_told(runtime, cuda, monkeypatch, tmp_path):
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
+def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_told(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "kernel_notices", kernels := [])
-    monkeypatch.setattr(cuda, "device_key", lambda: "H200")
-    for name in ("Gemms", "Cudnn"):
-        monkeypatch.setattr(cuda, name, lambda *arguments, **numbers: None)
     old = {"algorithm": bytes(64).hex(), "microseconds": 1.0, "first_microseconds": 1.0, "candidates": 8}
     backend = cuda.CudaBackend(given={"device": "H200", "algorithms": {"a product": old}})
     assert backend.notices == []

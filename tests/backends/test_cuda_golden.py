@@ -17,14 +17,6 @@ from test_golden import (  # noqa: F401 (collected here, too)
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def backend():
-    """One backend for all."""
-    from llmq.backends.cuda import CudaBackend
-
-    return CudaBackend()
-
-
 @pytest.fixture(autouse=True)
 def on_the_gpu(monkeypatch, backend):
     """Sends engines to the GPU, which has no f64."""

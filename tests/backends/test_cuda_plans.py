@@ -16,14 +16,6 @@ CONFIG = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=4,
 LARGE = {"batch_size": 8, "seq_len": 1024}
 
 
-@pytest.fixture(scope="module")
-def backend():
-    """One backend for the tests, graphs on."""
-    from llmq.backends.cuda import CudaBackend
-
-    return CudaBackend()
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_random_combinations_are_bit_equal(backend, seed):
     """With poisoned arenas."""

@@ -27,13 +27,6 @@ placed = partial(placed_batch, b=4, t=128, vocab=1000)
 RATES = (1e-2, 3e-3, 5e-3)
 
 
-@pytest.fixture(scope="module")
-def backend():
-    from llmq.backends.cuda import CudaBackend
-
-    return CudaBackend()
-
-
 def adapters(text, rank, **about):
     every = targets(chosen(text, CONFIG), rank, 2.0 * rank, rslora=False)
     return Lora(rank, 2.0 * rank, every, **about)
