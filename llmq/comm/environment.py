@@ -1,8 +1,8 @@
 """Who a process is among the ranks of a run, read off the variables that its launcher sets.
 
-torchrun's variables are the contract: `--gpus N`, `llmq-launch` and Ray's actors set them, too, with some of our own
-beside them. Else srun's count, and those of Open MPI and MPICH. One launcher may start another, as in `srun torchrun`:
-the inner one counts, which is torchrun's before MPI's, and MPI's before srun's.
+torchrun's variables are the contract: `--gpus N`, `llmq-launch` and Ray's actors set them, too, and beside them one
+with the whole place. Else srun's count, and those of Open MPI and MPICH. One launcher may start another, as in
+`srun torchrun`: the inner one counts, which is torchrun's before MPI's, and MPI's before srun's.
 
 The store at which ranks meet (llmq/comm/store.py) has a port of its own: torchrun's is taken by its own store, and
 Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_PORT overrides it, and LLMQ_MASTER_ADDR the
@@ -11,12 +11,12 @@ address that follows from srun's variables.
 
 from __future__ import annotations
 
+import json
 import re
-import shlex
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 
 from llmq.errors import UsageError
 
@@ -32,7 +32,7 @@ JOIN_S = 600.0  # that a rank waits for the others to come; LLMQ_JOIN_TIMEOUT ov
 WATCHDOG_S = 60.0  # in which a rank that is lost is found; LLMQ_WATCHDOG_SECONDS overrides it
 TRAIN = ("llmq-train",)  # what starts a process on its own, and with its options --gpus and --launcher ranks
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-OURS = "LLMQ_LAUNCHER"  # set beside them by our own launchers
+OURS = "LLMQ_PLACE"  # set beside them by our own launchers: the place, as JSON
 NODE = r"(?:[^,\[\]]|\[\d[\d,-]*\])+"  # one part of Slurm's lists, such as gpu[01-03,7]-ib
 NODES = re.compile(rf"({NODE})(?:,{NODE})*")
 TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -75,14 +75,7 @@ class Place:
         """The variables by which a process of our own launchers is recognised as this rank."""
         assert self.local_size is not None and self.token is not None
         values = (self.rank, self.size, self.local_rank, self.local_size, self.master_addr, self.master_port)
-        return dict(zip(TORCHRUN, map(str, values), strict=True)) | {
-            OURS: self.kind,
-            "LLMQ_JOB_TOKEN": self.token,
-            "LLMQ_JOIN_TIMEOUT": str(self.join_s),
-            "LLMQ_START": shlex.join(self.start),
-            "LLMQ_HAS_STORE": str(int(self.has_store)),
-            "LLMQ_AGAIN": str(int(self.again)),
-        }
+        return dict(zip(TORCHRUN, map(str, values), strict=True)) | {OURS: json.dumps(asdict(self))}
 
 
 def recognised(environ: Mapping[str, str], gpus: int = 1) -> Place | None:
@@ -155,36 +148,32 @@ def _may_start(outer: Place, inner: Place) -> bool:
 def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
     """The variables of torchrun and of our own launchers; of others that set the same, such as Kubeflow's, there may be
     no local ones."""
+    if OURS in environ:
+        ours = json.loads(environ[OURS])
+        return Place(**ours | {"start": tuple(ours["start"])})
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
     _need(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     size, address, port = _number(environ, "WORLD_SIZE"), environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
-    if OURS in environ or (size > 1 and "LOCAL_WORLD_SIZE" in environ):
+    if size > 1 and "LOCAL_WORLD_SIZE" in environ:
         _need(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    place = Place(
+    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
+    # Where torchrun's agent keeps a store of its own, that is what listens at MASTER_PORT.
+    own = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else FIRST_PORT + port % NUM_PORTS
+    restarts, here = environ.get("TORCHELASTIC_RESTART_COUNT"), local_size or 0
+    first = (f"--nnodes={size // max(here, 1)}", "--node-rank=0", f"--master-addr={address}", f"--master-port={port}")
+    start = ("torchrun", *(first if size > here else ()), f"--nproc-per-node={here}", "-m", "llmq")
+    return Place(
         rank=_number(environ, "RANK"),
         size=size,
         local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_size=_number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
+        local_size=local_size,
         master_addr=address,
-        master_port=port,
-        token=environ.get("LLMQ_JOB_TOKEN"),
-        kind=environ.get(OURS, "torchrun"),
-        join_s=_seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
-    )
-    if OURS in environ:
-        _need(environ, OURS, "LLMQ_JOB_TOKEN", "LLMQ_HAS_STORE", "LLMQ_START", "LLMQ_AGAIN")
-        has_store, again = environ["LLMQ_HAS_STORE"] == "1", environ["LLMQ_AGAIN"] == "1"
-        return replace(place, start=tuple(shlex.split(environ["LLMQ_START"])), has_store=has_store, again=again)
-    # Where torchrun's agent keeps a store of its own, that is what listens at MASTER_PORT.
-    own = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else FIRST_PORT + port % NUM_PORTS
-    restarts, here = environ.get("TORCHELASTIC_RESTART_COUNT"), place.local_size or 0
-    first = (f"--nnodes={size // max(here, 1)}", "--node-rank=0", f"--master-addr={address}", f"--master-port={port}")
-    start = ("torchrun", *(first if size > here else ()), f"--nproc-per-node={here}", "-m", "llmq")
-    return replace(
-        place,
         master_port=_number(environ, "LLMQ_MASTER_PORT", own),
+        token=environ.get("LLMQ_JOB_TOKEN"),
+        kind="torchrun",
         job=f"torchrun {(address, port, environ.get('TORCHELASTIC_RUN_ID'), restarts)}",
+        join_s=_seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
         start=start if here else TRAIN,
         again=(restarts or "0") != "0",
     )

@@ -110,7 +110,10 @@ def find_source(
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
     name = name if is_local or from_scratch else HUB_NAMES.get(name.lower(), name)
     if "/" not in name and not is_local:
-        config = _preset(name)
+        try:
+            config = preset(name)
+        except UsageError as error:
+            raise UsageError(f"--model {name}: no such folder, and {error}; models of the Hub are ORG/NAME") from None
         if not from_scratch:
             raise UsageError(
                 f"{name} is a preset, which is a shape without weights: add --from-scratch, "
@@ -141,13 +144,6 @@ def _refuse_adapter(folder: Path) -> None:
     raise DataError(
         f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base} with --adapter {folder}"
     )
-
-
-def _preset(name: str) -> ModelConfig:
-    try:
-        return preset(name)
-    except UsageError as error:
-        raise UsageError(f"--model {name}: no such folder, and {error}; models of the Hub are ORG/NAME") from None
 
 
 def open_parameters(source: ModelSource, seed: int) -> Values:

@@ -139,7 +139,6 @@ def without(environ, *names):
         ({**TORCHRUN, **SRUN}, 1, r"two launchers at once: torchrun \(RANK, .* srun \(SLURM_PROCID"),
         ({**TORCHRUN, **OPEN_MPI}, 1, "two launchers at once: torchrun .* Open MPI"),
         ({**MPICH, **OPEN_MPI, "PMI_RANK": "4"}, 1, "two launchers at once: Open MPI .* MPICH"),
-        ({**TORCHRUN, "LLMQ_LAUNCHER": "llmq-launch"}, 1, "LLMQ_LAUNCHER is set, but LLMQ_JOB_TOKEN, "),
     ],
 )
 def test_what_contradicts_itself_is_refused(environ, gpus, said):

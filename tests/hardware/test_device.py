@@ -244,37 +244,14 @@ def test_the_rate_of_a_gpu_is_that_of_its_fastest_product(monkeypatch):
         device.measured_cuda_peak.cache_clear()
 
 
-def test_seed():
-    assert device.seed_of(SystemOptions(seed=7)) == 7
-
-
-def test_facts_name_what_is_loaded():
+def test_facts_name_what_is_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     facts = device.system_facts()
     assert facts["numpy"] == version("numpy") == np.__version__
     assert facts["device"].startswith("cpu: ") and len(facts["device"]) > 5
     assert facts["cores"] >= 1
     assert "blas" in facts and "python" in facts and facts["memory"].count("iB") == 2
-    assert not {"torch", "transformers", "matplotlib"} & facts.keys()
-
-
-def test_a_library_that_is_not_loaded_is_not_named(monkeypatch):
-    monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
-    assert "tokenizers" not in device.system_facts()
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-MEMINFO = "MemTotal:       8000 kB\nMemFree:        1000 kB\nMemAvailable:   6000 kB\nHugePages_Total:   0\n"
-
-
-def test_memory_of_this_machine():
-    total, free = device.memory_bytes()
-    assert 0 < free <= total
+    assert not {"torch", "transformers", "matplotlib", "tokenizers"} & facts.keys()
 
 
 def test_processes_of_a_run_share_host_memory(monkeypatch):

@@ -124,16 +124,16 @@ def test_a_run_with_all_on_the_host_goes_on_without(given, before, after):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given, monkeypatch, failing):
-    from llmq.files import background
+    from llmq.files import writers
 
-    real = background.write_part
+    real = writers.write_part
 
     def write(saving, rank, *rest, **more):
         if rank == failing and saving.step == 4:
             raise StorageError("its disk is full")
         return real(saving, rank, *rest, **more)
 
-    monkeypatch.setattr(background, "write_part", write)
+    monkeypatch.setattr(writers, "write_part", write)
     with pytest.raises(StorageError, match=r"its disk is full|was not completed"):
         train(given, 2)
     kept = found(Path("runs/on2/checkpoints"))
