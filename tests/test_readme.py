@@ -21,9 +21,8 @@ from llmq.cli import shell, train
 from llmq.generation.answers import Answer
 from llmq.generation.text import write
 from llmq.model.presets import PRESETS
-from llmq.options.field import flag, written
+from llmq.options.field import INSTEAD, STANDS_FOR, flag, written
 from llmq.options.generate import GenerateOptions
-from llmq.options.other_names import INSTEAD, STANDS_FOR
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
 

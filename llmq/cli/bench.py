@@ -12,7 +12,7 @@ from llmq.cli import shell
 from llmq.cli.train import option_elsewhere, own_option
 from llmq.errors import UsageError
 from llmq.options.bench import OF_RUNS, BenchOptions
-from llmq.options.field import build, describe, refuse
+from llmq.options.field import describe, section_of
 from llmq.options.parse import descriptions
 
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
@@ -56,11 +56,8 @@ def _as_in_training(*keys: str) -> list[click.Parameter]:
 def _asked(given: dict[str, Any]) -> tuple[BenchOptions, dict[str, Any]]:
     """The options of the bench, and those of llmq-train. UsageError for bad values of the former."""
     typed = {key: value for key, value in given.items() if value not in (None, ())}
-    training, problems = {key: value for key, value in typed.items() if key not in OWN}, list[str]()
-    options = build(BenchOptions, {key: typed[key] for key in OWN if key in typed}, OWN, problems, {})
-    refuse(problems)
-    assert isinstance(options, BenchOptions)
-    return options, training
+    training = {key: value for key, value in typed.items() if key not in OWN}
+    return section_of(BenchOptions, {key: typed[key] for key in OWN if key in typed}), training
 
 
 @click.group("llmq-bench", cls=Bench, invoke_without_command=True, context_settings=shell.SETTINGS)

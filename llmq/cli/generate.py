@@ -10,8 +10,8 @@ import click
 from llmq.cli import shell
 from llmq.cli.train import own_option
 from llmq.errors import UsageError
-from llmq.options.field import describe
-from llmq.options.generate import GenerateOptions, asked
+from llmq.options.field import describe, section_of
+from llmq.options.generate import GenerateOptions
 
 
 @shell.version_option
@@ -58,7 +58,7 @@ def command(
     given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts), ("--chat", chat)) if value]
     if len(given) != 1:
         raise UsageError(f"give one of --prompt, --prompts and --chat, not {' and '.join(given) or 'none'}")
-    options = asked({key: value for key, value in typed.items() if value not in (None, ())})
+    options = section_of(GenerateOptions, {key: value for key, value in typed.items() if value not in (None, ())})
     _refuse_idle(given[0], system, out, as_json=as_json, samples=options.samples)
     # Imported here, so that --help does not wait for them.
     from llmq.generation import console

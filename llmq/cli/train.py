@@ -13,10 +13,8 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import UsageError
-from llmq.options.field import Description, asks_nothing, flag, truth, unknown_option, written
-from llmq.options.other_names import STANDS_FOR
-from llmq.options.parse import SECTIONS, Options, descriptions, spellings
-from llmq.options.schema import json_schema
+from llmq.options.field import STANDS_FOR, Description, asks_nothing, flag, truth, unknown_option, written
+from llmq.options.parse import SECTIONS, Options, descriptions, json_schema, spellings
 from llmq.training.interrupt import terminable
 
 COMMON = (  # what --help shows; --help-all has the others

@@ -25,7 +25,8 @@ from llmq.generation.prompts import PromptReader, Question, questions_of
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
-from llmq.options.generate import STREAMS, GenerateOptions, asked
+from llmq.options.field import section_of
+from llmq.options.generate import STREAMS, GenerateOptions
 from llmq.plan.decoding import Decoding
 from llmq.plan.generation import plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
@@ -197,7 +198,7 @@ def write(
         raise UsageError(f"sampling is {drawn!r}: give temperature, top_k and others by their names")
     sampled = {name: getattr(drawn, name) for name in SAMPLING}
     ends = () if stop is None else stop
-    about = asked({**sampled, "model": model, "stop": ends, "samples": samples, **settings})
+    about = section_of(GenerateOptions, {**sampled, "model": model, "stop": ends, "samples": samples, **settings})
     if not questions:
         return iter(()) if stream else []
     writer = Writer(about, logprobs=logprobs, reads_text=any(question.tokens is None for question in questions))

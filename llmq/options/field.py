@@ -10,15 +10,36 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from llmq.disk import size_bytes
 from llmq.errors import UsageError
-from llmq.options.other_names import INSTEAD, STANDS_FOR
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
+# Names of options that other trainers have. Those that take the same values are other names of ours, and stand there;
+# these stand for one of two values, or have others in their place.
+STANDS_FOR: dict[str, tuple[str, dict[bool, Any]]] = {
+    "bf16": ("model_dtype", {True: "bf16", False: "fp32"}),
+    "assistant_only_loss": ("train_on", {True: "assistant", False: "all"}),
+}
+_NO_LISA = "LISA is no longer there: use --lora-rank 16, or --train-only 'layers.2[0-3],norm' for some of the layers"
+_SHARED = "use --zero-level 3, which shares out weights, gradients and states, or 2, which keeps weights whole"
+INSTEAD = {
+    "bf16": "use --model-dtype bf16 or fp32",
+    "assistant_only_loss": "use --train-on assistant or all",
+    "fp16": "use --model-dtype bf16, the default: fp16 needs its loss scaled, which llmq does not do yet",
+    **dict.fromkeys(("use_lora", "use_peft"), "use --lora-rank 16"),
+    **dict.fromkeys(("qlora", "load_in_4bit"), "use --lora-rank 16 --base-dtype nf4"),
+    "load_in_8bit": "use --lora-rank 16 --base-dtype int8",
+    "fsdp": _SHARED,
+    **dict.fromkeys(("deepspeed", "deepspeed_config"), f"{_SHARED}; --offload-optimizer keeps states in host memory"),
+    **dict.fromkeys(("nodes", "nnodes"), "start llmq-launch --nnodes {value} on each machine"),
+    **dict.fromkeys(("lisa", "lisa_activated_layers", "lisa_interval", "lisa_interval_steps"), _NO_LISA),
+    "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
+    "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",
+}
 
 
 def option(
@@ -136,6 +157,9 @@ class Section(BaseModel):
         return written(key, getattr(self, key))
 
 
+S = TypeVar("S", bound=Section)
+
+
 @dataclass(frozen=True)
 class Description:
     """One option as a shell needs it.
@@ -212,7 +236,7 @@ def named(
     """Values by key; unknown names, and two names of one option, are added to `errors`.
 
     `spellings` has every option by every name, `places` where a name was given (`run.yaml:3: `), where that is known.
-    Names of other trainers are read as `other_names` says.
+    Names of other trainers are read as STANDS_FOR says.
     None is the same as not given, where the default is None.
     """
     found: dict[str, Any] = {}
@@ -282,6 +306,15 @@ def build(
         return None
     errors.extend(section.contradictions())
     return section
+
+
+def section_of(cls: type[S], given: Mapping[str, Any]) -> S:
+    """The section made of the given fields alone. UsageError with all that is wrong."""
+    problems = list[str]()
+    found = build(cls, given, {d.field: d for d in describe("", cls)}, problems, {})
+    refuse(problems)
+    assert isinstance(found, cls)
+    return found
 
 
 def refuse(problems: Sequence[str]) -> None:

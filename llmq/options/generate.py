@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -18,11 +18,8 @@ from llmq.options.field import (
     Positive,
     Section,
     Text,
-    build,
-    describe,
     one_or_more,
     option,
-    refuse,
 )
 
 STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
@@ -93,12 +90,3 @@ class GenerateOptions(Section):
             yield "--top-k, --top-p and --min-p cut what is drawn from: give a --temperature above 0 with them"
         if self.temperature == 0 and self.samples > 1:
             yield f"--samples {self.samples} would be the same answer each time: give a --temperature above 0"
-
-
-def asked(given: Mapping[str, Any]) -> GenerateOptions:
-    """The options of these names. UsageError with all that is wrong."""
-    problems = list[str]()
-    found = build(GenerateOptions, given, {d.field: d for d in describe("generate", GenerateOptions)}, problems, {})
-    refuse(problems)
-    assert isinstance(found, GenerateOptions)
-    return found

@@ -2,12 +2,13 @@
 
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from llmq.options import rate_rules
 from llmq.options.field import (
     LARGEST_STEP,
     Computed,
@@ -22,14 +23,25 @@ from llmq.options.field import (
     option,
     with_commas,
 )
-from llmq.options.rate_rules import final_fraction, our_name
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
 FitMay = Annotated[tuple[Literal["states", "matmul"], ...] | None, BeforeValidator(with_commas)]
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Positive
-Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(our_name)]
+FALLING = ("cosine", "linear", "wsd")
+HUGGING_FACE = {  # names of transformers' schedulers
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+
+
+def _our_name(schedule: Any) -> Any:
+    return HUGGING_FACE.get(schedule, schedule) if isinstance(schedule, str) else schedule
+
+
+Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(_our_name)]
 
 
 class PrecisionOptions(Section):
@@ -242,6 +254,13 @@ class ShardingOptions(Section):
             yield f"--zero-level 0 shares out nothing, and {given} something: use --zero-level 1 with it"
 
 
+def final_fraction(options: Mapping[str, Any]) -> float:
+    """What --final-lr-fraction is where it is not given, from the other options of the schedule."""
+    if options["min_lr"] is not None and options["learning_rate"] > 0:
+        return min(options["min_lr"] / options["learning_rate"], 1.0)
+    return 0.0 if options["lr_schedule"] in FALLING or options["cooldown"] else 1.0
+
+
 class ScheduleOptions(Section):
     title = "Schedule"
     steps: Positive | None = option(None, "Optimizer steps.", "max_steps", shown="by --epochs")
@@ -281,19 +300,42 @@ class ScheduleOptions(Section):
             yield f"--steps {self.steps} and --epochs {self.epochs:g} both say how long to train: give one of them"
         if self.steps is not None:
             yield from self.too_short(self.steps)
-        yield from rate_rules.contradictions(
-            schedule=self.lr_schedule,
-            rate=self.learning_rate,
-            final=self.final_lr_fraction,
-            min_lr=self.min_lr,
-            cooldown=self.cooldown,
-        )
+        rate, final, min_lr, cooldown = self.learning_rate, self.final_lr_fraction, self.min_lr, self.cooldown
+        said = f"--final-lr-fraction {final:g}" if min_lr is None else f"--min-lr {min_lr:g}"
+        if self.lr_schedule == "wsd" and not cooldown:
+            yield "--lr-schedule wsd falls over the --cooldown steps, which are 0: set --cooldown, or use constant"
+        elif min_lr is not None and min_lr > rate:
+            yield f"--min-lr {min_lr:g} is above the --learning-rate {rate:g}: use that or less"
+        elif min_lr is not None and not math.isclose(final * rate, min_lr, rel_tol=1e-9):
+            yield (
+                f"{said} and --final-lr-fraction {final:g} disagree: with --learning-rate {rate:g} the second asks for "
+                f"{final * rate:g}; give one of the two"
+            )
+        elif cooldown and final == 1:
+            yield f"--cooldown {cooldown} falls to {said}, which is the peak: use less (0 by default), or --cooldown 0"
+        elif self.lr_schedule not in FALLING and not cooldown and final != 1:
+            yield f"{said} is never reached by --lr-schedule {self.lr_schedule}: set --cooldown, or use linear or cosine"
+
+    def warmup_steps(self, steps: int) -> int:
+        """Steps of warmup in a run of `steps`: --warmup, or the part --warmup-ratio of them, rounded up."""
+        if self.warmup_ratio is None:
+            return self.warmup
+        return math.ceil(Fraction(repr(self.warmup_ratio)) * steps)  # as written, not as binary: 0.07 of 100 is 7
 
     def too_short(self, steps: int) -> Iterator[str]:
-        """A message if warmup and cooldown do not fit into a run of `steps`."""
-        yield from rate_rules.not_fitting(
-            warmup=self.warmup, ratio=self.warmup_ratio, cooldown=self.cooldown, steps=steps
-        )
+        """A message if warmup and cooldown do not fit into a run of `steps`, or two options disagree about warmup."""
+        warmup, ratio, num_steps = self.warmup, self.warmup_ratio, self.warmup_steps(steps)
+        said = f"--warmup {warmup}" if ratio is None else f"--warmup-ratio {ratio:g} ({num_steps} steps)"
+        if ratio is not None and warmup not in (0, num_steps):
+            yield (
+                f"--warmup {warmup} and --warmup-ratio {ratio:g} disagree: the second asks for {num_steps} of the "
+                f"{steps} steps; give one of the two"
+            )
+        elif num_steps + self.cooldown > steps:
+            yield (
+                f"{said} and --cooldown {self.cooldown} need {num_steps + self.cooldown} steps, but the run has "
+                f"{steps}: shorten them, or train for longer"
+            )
 
 
 OF_RULE = {"adamw": ("beta_1", "beta_2", "adam_epsilon"), "sgd": ("momentum", "nesterov")}

@@ -9,6 +9,7 @@ back with `--config`, give the same run.
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,7 @@ from llmq.options import adapters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import (
+    STANDS_FOR,
     Description,
     Section,
     build,
@@ -31,6 +33,7 @@ from llmq.options.field import (
     read_flat_yaml,
     refuse,
     truth,
+    written,
 )
 from llmq.options.maths import (
     MemoryOptions,
@@ -39,8 +42,8 @@ from llmq.options.maths import (
     RegularizationOptions,
     ScheduleOptions,
     ShardingOptions,
+    final_fraction,
 )
-from llmq.options.rate_rules import final_fraction
 from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
@@ -242,6 +245,19 @@ def _unlike(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {k: v for k, v in values.items() if k not in (*given, "continue", "reset") and v is not None and v != now[k]}
 
 
+def continue_command(options: Options, start: Sequence[str]) -> str:
+    """The command, quoted for a shell, that resumes a run from its newest checkpoint on as many ranks.
+
+    It is `start`, which takes the arguments of `llmq-train`, with the options that differ from their defaults.
+    """
+    given = minimal(options)
+    values = {
+        key: given[key] if isinstance(given[key], list) else [given[key]] for key in descriptions() if key in given
+    }
+    flags = [written(key, value, "=") for key, several in values.items() for value in several]
+    return shlex.join([*start, *flags, "--continue"])
+
+
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`--weight-decay 0.1 to 0.0` for each option that differs between two results of `to_flat`.
 
@@ -258,3 +274,29 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else str(value)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema (2020-12) of a `--config` file: every key in every spelling that is read."""
+    properties: dict[str, Any] = {}
+    for section in SECTIONS.values():
+        fields = section.model_json_schema()["properties"]
+        for d in (descriptions()[name.rstrip("_")] for name in fields):
+            schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
+            schema["title"] = flag(d.key)
+            if d.kind == "repeatable":  # a single one needs no list
+                single = [kind["items"] for kind in schema["anyOf"] if "items" in kind]
+                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, *single, schema]}
+            elif d.kind == "optional_value":
+                schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
+            for name in (d.key, *d.aliases):
+                properties[name] = properties[name.replace("_", "-")] = schema
+    for name, (key, _) in STANDS_FOR.items():
+        properties[name] = properties[name.replace("_", "-")] = {"title": flag(key), "type": "boolean"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "llmq-train",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }

@@ -18,8 +18,7 @@ from llmq.hardware import device, gemm_speed
 from llmq.hardware.device import Device
 from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.config import ModelConfig
-from llmq.options.commands import continue_command
-from llmq.options.parse import Options, minimal
+from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
 from llmq.options.sweep import MemberOptions, read_members
 from llmq.plan import memory, precision, sharding

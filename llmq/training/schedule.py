@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 from llmq.errors import UsageError
 from llmq.options.field import LARGEST_STEP
-from llmq.options.rate_rules import warmup_steps
 
 if TYPE_CHECKING:
     from llmq.options.maths import ScheduleOptions
@@ -102,7 +101,7 @@ def schedule_over(options: ScheduleOptions, steps: int, start: int = 0) -> Sched
     return Schedule(
         steps=steps,
         peak=options.learning_rate,
-        warmup=warmup_steps(options.warmup, options.warmup_ratio, own),
+        warmup=options.warmup_steps(own),
         cooldown=options.cooldown,
         final=options.final_lr_fraction,
         shape=options.lr_schedule,

@@ -1,17 +1,17 @@
 """Options: spellings, defaults, limits, contradictions, and that the effective options feed back."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from llmq.cli import train
 from llmq.errors import UsageError
-from llmq.options.field import flag, plain, written
+from llmq.options.field import INSTEAD, flag, plain, written
 from llmq.options.maths import ScheduleOptions
-from llmq.options.other_names import INSTEAD
-from llmq.options.parse import SECTIONS, Options, changed, descriptions, spellings
-from llmq.options.schema import json_schema
+from llmq.options.parse import SECTIONS, Options, changed, continue_command, descriptions, json_schema, spellings
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
@@ -642,3 +642,30 @@ def test_two_outputs_at_one_place_are_refused():
     for one, other in (("log_file", "checkpoint_dir"), ("checkpoint_dir", "out_dir")):
         with pytest.raises(UsageError, match=r"--\S+ and --\S+ are both x/y: name two places"):
             Options.parse({"model": "m", "train_file": "f", "name": "y", one: "x/%n", other: "x/y"})
+
+
+TYPED = {"model": "Qwen2.5-0.5B", "train_file": ["a b.bin", "c*.bin"]}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"from_scratch": True, "model_dtype": "fp32", "lr": 3e-4, "steps": 30, "name": "it's"},
+        {"use_cuda_graphs": False, "deterministic": False, "packing": False},
+        {"packing": True, "max_docs": 4, "weight": [0.5, 0.5], "fp8_fallback": True, "matmul_dtype": "e4m3"},
+        {"model_dtype": "fp32", "matmul_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": "fp32"},
+        {"packing": "windows", "attn_bwd_chunks": 2},
+        {"lr_schedule": "cosine", "lr": 3e-4, "min_lr": 1e-5, "warmup_ratio": 0.1, "export_anyway": True},
+        {"lr_schedule": "cosine", "final_lr_fraction": 1, "continue": "auto"},
+        {"steps": 5, "epochs": None, "log_fp8_every": 0, "matmul_dtype": "e4m3"},
+        {"matmul_dtype": "e4m3", "recompute_ffn": True, "global_batch_size": 64, "out_dir": "x/%n", "continue": 7},
+    ],
+)
+def test_the_command_gives_the_run_again(given):
+    options, start = Options.parse({**TYPED, **given}), ("llmq-launch", "--procs=2", "--")
+    program, *arguments = shlex.split(continue_command(options, start))
+    assert (program, arguments.pop(0), arguments.pop(0), arguments[-1]) == (*start, "--continue")
+    read = train.command().make_context(program, arguments).params
+    again = Options.parse({k: v for k, v in read.items() if k in descriptions() and v not in (None, ())}).to_flat()
+    assert again == {**options.to_flat(), "continue": "newest"}
