@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from llmq.tensor import Form, entry_name
 
-SEVERAL = "adapters"  # of several adapters at a site: `layers.3.mlp.up.adapters.NAME.lora_a`
-
 
 @dataclass(frozen=True)
 class Part:
@@ -30,8 +28,7 @@ class Row:
     or host. `file` names the file that it is loaded from and stored in: the `model`, or that of an adapter. The entries
     of a `stacked` row along axis 0, such as experts, are each updated, and stored in forms, as a row of its own.
     `split` is the axis along which tensor parallelism cuts it (`llmq.model.parameters.shard`). `rate` multiplies the
-    run's learning rate. A vector that `is_column` is (N, 1) in files. `adapter` is the name of that which it belongs
-    to, in a run that trains several.
+    run's learning rate. A vector that `is_column` is (N, 1) in files.
     """
 
     name: str
@@ -50,12 +47,6 @@ class Row:
     split: int | None = None
     rate: float = 1.0
     is_column: bool = False
-    adapter: str | None = None
-
-    @property
-    def address(self) -> str:
-        """The name by which its random bits are drawn: that of the same row in a run of its adapter alone."""
-        return self.name if self.adapter is None else self.name.replace(f".{SEVERAL}.{self.adapter}.", ".")
 
     @property
     def part_axes(self) -> tuple[int, ...]:

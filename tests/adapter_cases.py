@@ -28,11 +28,10 @@ def trained(given, method, base):
     return llmq.train(**given, **METHODS[method], **merges, **({} if base is None else {"base_dtype": base}))
 
 
-def export_of(adapters, engine, folder, base, model=None, member=None):
-    """The export of what an engine has trained, in PEFT's format, or of one of several adapters."""
+def export_of(adapters, engine, folder, base, model=None):
+    """The export of what an engine has trained, in PEFT's format."""
     plan = engine.plan
-    own = [row for row in plan.rows if member is None or row.adapter == member]
-    rows, make = adapters.file(own, plan.spec.config, str(base), None, model)
+    rows, make = adapters.file(plan.rows, plan.spec.config, str(base), None, model)
     return make(folder, plan.spec.config, rows, "fp32")
 
 

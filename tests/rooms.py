@@ -121,8 +121,8 @@ def experts(*, stacked, **about):
 class FetchedGrads(ReplicatedGrads):
     """The optimizer reads gradients from slots that they are copied to."""
 
-    def sums(self, ops, only=None):
-        for ref in super().sums(ops, only):
+    def sums(self, ops):
+        for ref in super().sums(ops):
             slot = Ref(f"sum/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer)
             ops.copy_to_device(slot, ref)
             yield slot

@@ -162,7 +162,7 @@ def _first_weights(old: Path, new: Path) -> str | None:
     one, other = (
         {
             f"{file.relative_to(folder / 'model').parent.as_posix()}/{name}".removeprefix("./"): value
-            for file in sorted((folder / "model").rglob("*.safetensors"))  # of several adapters one each
+            for file in sorted((folder / "model").rglob("*.safetensors"))
             for name, value in load_file(file).items()
         }
         for folder in (old, new)

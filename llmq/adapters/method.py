@@ -20,18 +20,15 @@ from llmq.adapters.targets import FILE, Target
 from llmq.adapters.tracked import Programs, Tracked
 from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
 from llmq.blocks.embed import Embed, PromptedEmbed
-from llmq.blocks.head import Totals
 from llmq.files.source import ModelSource, Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
-from llmq.model.optimizer import Hyperparameters
 from llmq.options.adapters import AdapterOptions
 from llmq.protocols import Site
 from llmq.row import Row
 from llmq.sites.linear import Linear
 from llmq.stores.sharding import Shards
 
-Group = tuple[str, Hyperparameters, int, frozenset[str] | None]  # name, constants, seed, names of rows; None: all
 Change = Callable[[int, int], np.ndarray]  # what a method adds to rows [start, stop) of a weight, in f32
 NO_TARGETS: tuple[Target, ...] = ()
 NOTHING: str | None = None
@@ -130,10 +127,6 @@ class Method:
         """What makes queries, keys and values of positions, with what the method puts around it."""
         return base
 
-    def totals(self) -> Totals:
-        """What the losses of a micro-batch are added up to."""
-        return Totals()
-
     def without_dropout(self) -> Method:
         """The same as it is evaluated."""
         return self
@@ -164,22 +157,9 @@ class Method:
         """Whether a row of the model gets no gradient."""
         return row not in self.also
 
-    def groups(self, hyper: Hyperparameters, seed: int, rows: Sequence[Row]) -> Iterator[Group]:
-        """The rows that are updated by a norm and a rate of their own."""
-        yield "", hyper, seed, None
-
     def tracked(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> Tracked:
         """What it keeps of trained rows beside the optimizer's states, and does around a step."""
         return Tracked()
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows that a micro-batch must have; None: any number."""
-        return None
-
-    def with_one_row_each(self) -> Method:
-        """The same in the smallest micro-batch."""
-        return self
 
     def survey(self, batches: FirstBatches) -> Found:
         """What the first batches say, of a method that `looks` at them. UsageError."""
@@ -220,10 +200,6 @@ class Method:
 
     def fused_problems(self) -> Iterator[str]:
         """Why --fused-update does not go with it."""
-        yield from ()
-
-    def batch_problems(self, batch_size: int, noise: float) -> Iterator[str]:
-        """Why micro-batches of so many rows, or --neftune-alpha, do not go with it."""
         yield from ()
 
     # files

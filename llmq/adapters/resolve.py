@@ -13,26 +13,19 @@ from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.methods import METHODS
 from llmq.adapters.peft import open_adapter
-from llmq.adapters.several import Several, member_of
-from llmq.files.source import ModelSource, Values, drawn
+from llmq.files.source import ModelSource, Values
 from llmq.model.config import ModelConfig
 from llmq.model.held import HeldBase
 from llmq.model.parameters import num_parameters
 from llmq.options.adapters import AdapterOptions
-from llmq.options.sweep import MemberOptions
 from llmq.row import Row
 
 
-def resolve(
-    options: AdapterOptions, config: ModelConfig, steps: int = 0, members: Sequence[MemberOptions] = ()
-) -> Method:
-    """What the options ask for on a model, with the `members` of --adapters. UsageError, DataError.
+def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Method:
+    """What the options ask for on a model. UsageError, DataError.
 
     `steps` are those of the run, which the schedule of AdaLoRA ends with; 0 where they are not known.
     """
-    if members:
-        each = [member_of(one, resolve(one.options.adapters, config)) for one in members]
-        return Several(tuple(each), base=options.base_dtype)
     if options.adapter is not None:
         return _stored(options, Path(options.adapter), config)
     asked = (method.of_options(options, config, steps) for method in METHODS)
@@ -62,36 +55,12 @@ def first_values(
     model: Values,
     seed: int,
     given: Mapping[str, np.ndarray],
-    members: Sequence[MemberOptions] = (),
 ) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters, of which
-    some may be `given` by the names of their tensors; of several at once each has those of a run of it alone.
-    DataError, UsageError."""
-    if isinstance(adapters, Several):
-        own = dict[str, Values]()
-        for one, member in ((one, adapters.by_name[one.name]) for one in members):
-            fresh = _drawn(source, member.seed)
-            own[one.name] = first_values(one.options.adapters, member.adapters, source, fresh, member.seed, {})
-        return _of_each(model, own)
+    some may be `given` by the names of their tensors. DataError, UsageError."""
     if options.adapter is not None:
         return open_adapter(Path(options.adapter), source.config).values(model)
     return adapters.first_values(options, source, model, seed, given)
-
-
-def _drawn(source: ModelSource, seed: int) -> Values:
-    """Rows as a source draws them."""
-    return lambda rows: ((row, drawn(source, row, seed)) for row in rows)
-
-
-def _of_each(model: Values, own: Mapping[str, Values]) -> Values:
-    """The rows of the model, and of each of several adapters by name."""
-
-    def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-        yield from model([row for row in rows if row.adapter is None])
-        for name, found in own.items():
-            yield from found([row for row in rows if row.adapter == name])
-
-    return values
 
 
 def base_notes(options: AdapterOptions, source: ModelSource, held: HeldBase, seed: int) -> Iterator[str]:

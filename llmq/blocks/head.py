@@ -6,35 +6,13 @@ changes logits before any of these is a reader around it, with slots of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from llmq.op_protocol import Ops
 from llmq.protocols import Parameters, Site, Slots
 from llmq.tensor import Ref, Slot
-
-
-class Totals:
-    """One loss and number of trained tokens for all rows of a batch."""
-
-    def of(self, a: Slots) -> Iterator[tuple[Ref, Ref, Ref, Ref]]:
-        """The sums of losses and tokens, and the losses and targets that they are of."""
-        yield a.total.loss, a.total.tokens, a.loss, a.batch.targets
-
-
-class TotalsOfRows(Totals):
-    """Those of each of several adapters, by its name and its rows [start, stop) of the batch."""
-
-    def __init__(self, rows: Mapping[str, tuple[int, int]]) -> None:
-        self.rows = dict(rows)
-
-    def of(self, a: Slots) -> Iterator[tuple[Ref, Ref, Ref, Ref]]:
-        """The same for each of them."""
-        length = a.loss.shape[-1]
-        for name, (start, stop) in self.rows.items():
-            total, at = a.total[name], (start * length, (stop - start) * length)
-            yield total.loss, total.tokens, a.loss.flat(*at), a.batch.targets.flat(*at)
 
 
 @dataclass(frozen=True)
@@ -67,9 +45,8 @@ class LogitsReader(Protocol):
 class CrossEntropy:
     """The loss -log p of the targets, and `z_loss` times the squared log-partition. a.loss (B,T) per token."""
 
-    def __init__(self, vocab_size: int, z_loss: float, totals: Totals) -> None:
+    def __init__(self, vocab_size: int, z_loss: float) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
-        self.totals = totals
 
     def slots(self, logits: Slot) -> tuple[Slot, ...]:
         """No intermediates."""
@@ -81,8 +58,7 @@ class CrossEntropy:
 
     def total(self, ops: Ops, a: Slots) -> None:
         """The sums of losses and of trained tokens."""
-        for loss, tokens, losses, targets in self.totals.of(a):
-            ops.loss_sum(loss, tokens, losses, targets)
+        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
 
 
 class Head:

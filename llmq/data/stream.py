@@ -7,7 +7,6 @@ it, and a stream that is read from there has the same items. A stream that wraps
     TextWork, RowWork, tokenized   batches of text or rows, and their tokens
     StreamedRows                   rows of T tokens, pass after pass
     RankBatches                    the batches of one rank, of streamed rows or of samples in token files
-    JoinedBatches                  those of several adapters as one
 
 `ReadAhead` reads any of them in a thread.
 """

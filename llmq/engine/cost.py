@@ -125,8 +125,5 @@ def _states(spec: Spec) -> Spec:
     """The spec with the least batch: of its plan, states and update are those of the run."""
     given = {name: getattr(spec.memory, name) for name in ("host", "fused", "zero_copy", "persistent_quants")}
     memory = Memory(piece_bytes=LARGE_PIECES, **given)
-    least = spec.adapters.with_one_row_each()  # each of several adapters has a row
-    short = replace(
-        spec, adapters=least, batch_size=least.batch_size or 1, seq_len=min(spec.seq_len, TOKENS), packing=None
-    )
+    short = replace(spec, batch_size=1, seq_len=min(spec.seq_len, TOKENS), packing=None)
     return replace(short, memory=memory, observe=False, completions=None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,20 +23,6 @@ SETTLED = 0.05  # relative change of every scale between two passes
 MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "middle", (False, True): "last"}
 
 
-Rates = float | Sequence[float]  # of all groups of rows, or of each
-
-
-class GroupResult(NamedTuple):
-    """A finished step of one group of rows, by its name: mean loss per trained token, norm of its gradient, and whether
-    it was applied."""
-
-    name: str
-    loss: float
-    norm: float
-    num_tokens: int
-    applied: bool
-
-
 @dataclass(frozen=True)
 class StepResult:
     """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
@@ -48,22 +33,8 @@ class StepResult:
     norm: float
     num_tokens: int
     applied: bool
-    groups: tuple[GroupResult, ...]
     request: int = 0
     sent_error: float | None = None
-
-    @classmethod
-    def of(cls, groups: Sequence[GroupResult]) -> StepResult:
-        """The step of all groups, which was applied if any of them was: loss over all tokens, and norm of all
-        gradients, of those that were."""
-        counted = [one for one in groups if one.applied] or groups
-        tokens = sum(one.num_tokens for one in counted)
-        loss = sum(one.loss * one.num_tokens for one in counted) / max(tokens, 1)
-        if len(groups) == 1:
-            loss = groups[0].loss  # with the bits that it was computed with
-        norm = math.hypot(*(one.norm for one in counted))
-        applied = any(one.applied for one in groups)
-        return cls(loss, norm, sum(one.num_tokens for one in groups), applied, tuple(groups))
 
 
 class Engine(BoundPlan):
@@ -117,23 +88,19 @@ class Engine(BoundPlan):
         self.run(MICRO_STEPS[first, last])
         self._is_gathered = self._is_gathered or first
 
-    def start_step(self, step: int, learning_rate: Rates) -> None:
+    def start_step(self, step: int, learning_rate: float) -> None:
         """Before the micro-steps of a step whose weights may be updated in backward; `update` ends it with the same."""
         if self.plan.spec.memory.fused:
             self._begin_update(step, learning_rate)
 
-    def _begin_update(self, step: int, learning_rate: Rates) -> None:
-        groups = self._cells.groups
-        rates = learning_rate if isinstance(learning_rate, Sequence) else [learning_rate] * len(groups)
+    def _begin_update(self, step: int, learning_rate: float) -> None:
         self._fill(self._cells.step, step)
-        for group, rate in zip(groups, rates, strict=True):
-            self._fill(group.learning_rate, rate)
+        self._fill(self._cells.learning_rate, learning_rate)
 
-    def update(self, step: int, learning_rate: Rates, request: int = 0) -> StepResult:
+    def update(self, step: int, learning_rate: float, request: int = 0) -> StepResult:
         """The optimizer step number `step`, counted from 1. Nothing changes if loss or gradient is not finite.
 
-        Groups of rows may have a rate each, and one whose loss or gradient is not finite does not change. `request` is
-        what this rank wants of all after the step; the result has the largest one.
+        `request` is what this rank wants of all after the step; the result has the largest one.
         """
         cells, agreed = self._cells, self._cells.agreed
         if not self.plan.spec.memory.fused:
@@ -142,15 +109,11 @@ class Engine(BoundPlan):
             self._fill(cells.request, request)
         self.change("update")
         asked = [agreed.request] if is_asked else []
-        wanted = [ref for g in cells.groups for ref in (g.agreed.loss, g.agreed.tokens, g.norm, g.apply)]
-        read = self._read_scalars(*wanted, *asked)
-        largest = int(read.pop()) if asked else request
-        columns = ([group.name for group in cells.groups], *(read[place::4] for place in range(4)))
-        groups = [
-            GroupResult(name, loss / max(tokens, 1.0), norm, int(tokens), applied != 0)
-            for name, loss, tokens, norm, applied in zip(*columns, strict=True)
-        ]
-        return replace(StepResult.of(groups), request=largest, sent_error=self._sent_error())
+        loss, tokens, norm, applied, *largest = self._read_scalars(
+            agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked
+        )
+        about = (int(largest[0]) if is_asked else request, self._sent_error())
+        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, *about)
 
     def _sent_error(self) -> float | None:
         """Relative error of the gradients that this rank has sent since the step began."""
@@ -195,18 +158,11 @@ class Engine(BoundPlan):
 
     def evaluate(self, batch: Batch) -> tuple[float, int]:
         """Sum of losses and number of trained tokens of a batch."""
-        losses, counts = zip(*self.evaluate_groups(batch).values(), strict=True)
-        return sum(losses), sum(counts)
-
-    def evaluate_groups(self, batch: Batch) -> dict[str, tuple[float, int]]:
-        """The same for the part of the batch that each group of rows is trained on, by its name."""
         self.gather()
         self.feed(batch)
         self.run("evaluate")
-        wanted = [ref for group in self._cells.groups for ref in (group.evaluated.loss, group.evaluated.tokens)]
-        read = self._read_scalars(*wanted)
-        names = [group.name for group in self._cells.groups]
-        return {name: (loss, int(count)) for name, loss, count in zip(names, read[::2], read[1::2], strict=True)}
+        loss, tokens = self._read_scalars(self._cells.evaluated.loss, self._cells.evaluated.tokens)
+        return loss, int(tokens)
 
     def change(self, name: str) -> None:
         """Runs a program of the plan that changes weights, which of many ranks are then no longer whole."""
@@ -275,7 +231,7 @@ class Engine(BoundPlan):
         for ref in self.plan.persistent.values():
             if ref.space == "scale":
                 self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
-        for cell in (cell for group in cells.groups for cell in (group.norm, group.last_norm)):
+        for cell in (cells.norm, cells.last_norm):
             if self._has(cell):
                 self._fill(cell, 0)
         for name, cell in self.plan.tracked.cells.items():

@@ -197,7 +197,7 @@ def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     scales = {"normal": INIT_STD, "residual": projection, "kaiming": 1 / math.sqrt(row.shape[-1])}
     scale = scales.get(row.init, 1.0 if row.init in ("unit", "gaussian") else 0.0)
     if scale:
-        _fill(drawn_rows, seed, row.address, uniform_block if row.init == "kaiming" else normal_block)
+        _fill(drawn_rows, seed, row.name, uniform_block if row.init == "kaiming" else normal_block)
         drawn_rows *= np.float32(scale)
     if row.init == "gaussian":
         for part in row.parts:

@@ -7,7 +7,7 @@ rule's op beside a flag `apply`, so that a non-finite step is a no-op without th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,22 +37,8 @@ def resolve(options: OptimizerOptions) -> Hyperparameters:
 
 
 def stream(row: Row) -> int:
-    """The number that addresses a parameter's random bits: a hash of its address, so that order does not matter."""
-    return zlib.crc32(row.address.encode())
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Rows that are updated by one norm and one rate: all (None), or those of one of several adapters, by their names.
-
-    `cells` are the numbers of the update, `ranks` what agrees on them, and `seed` that of stochastic rounding.
-    """
-
-    cells: Mapping[str, Ref]
-    hyper: Hyperparameters
-    seed: int
-    ranks: Any
-    rows: frozenset[str] | None = None
+    """The number that addresses a parameter's random bits: a hash of its name, so that order does not matter."""
+    return zlib.crc32(row.name.encode())
 
 
 def update(
@@ -62,43 +48,28 @@ def update(
     moments: Any,
     ranks: Any,
     cells: Mapping[str, Ref],
-    groups: Sequence[RowGroup],
-    always: Ref,
+    hyper: Hyperparameters,
+    seed: int,
     tracked: Any,
 ) -> None:
-    """Every master and state, and all copies of the weights <- gradients, group by group.
+    """Every master and state, and all copies of the weights <- gradients; `seed` is that of stochastic rounding.
 
-    Scales change first: a weight copy written here and its scale stay together until the next update. Those that
-    several groups share do so whether or not a group's step is applied: one that saw a number that is not finite stays.
+    Scales change first: a weight copy written here and its scale stay together until the next update.
     """
-    agreed = [_agreed(ops, grads, group) for group in groups]
-    common = ranks.agree_on_largest(ops, cells)
-    for group, own in zip(groups, agreed, strict=True):
-        hyper, of = group.hyper, group.cells
-        if hyper.clips_by_last:
-            ops.last_norm_scale(of["last_norm"], of["grad_scale"], None, *_before(of, own), grad_clip=hyper.grad_clip)
-        _measure(ops, of, own, hyper, None if hyper.clips_by_last else of["grad_scale"])
-    _update_scales(ops, cells, common, groups[0].cells["apply"] if len(groups) == 1 else always)
-    for group in groups:
-        walks = zip(
-            moments.walk(ops, only=group.rows),
-            weights.written(ops, group.rows),
-            grads.sums(ops, group.rows),
-            strict=True,
-        )
-        of = {**cells, **group.cells}
-        _step(ops, ((*one, of["apply"]) for one in walks), of, group.hyper, group.seed, tracked)
-
-
-def _agreed(ops: Any, grads: Any, group: RowGroup) -> Mapping[str, Ref]:
-    """A group's sums of squares, loss and tokens of all ranks <- its gradients and cells."""
     first = 0
-    for grad in grads.shares(ops, group.rows):
+    for grad in grads.shares(ops):
         count = num_norm_tiles(grad.shape)
-        ops.sum_squares(group.cells["partials"].flat(first, count), grad)
+        ops.sum_squares(cells["partials"].flat(first, count), grad)
         first += count
-    agreed: Mapping[str, Ref] = group.ranks.agree(ops, group.cells)
-    return agreed
+    agreed = ranks.agree(ops, cells)
+    largest = ranks.agree_on_largest(ops, cells)
+    scale = cells["grad_scale"]
+    if hyper.clips_by_last:
+        ops.last_norm_scale(cells["last_norm"], scale, None, *_before(cells, agreed), grad_clip=hyper.grad_clip)
+    _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else scale)
+    _update_scales(ops, cells, largest, cells["apply"])
+    walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
+    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, tracked)
 
 
 def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:

@@ -17,15 +17,6 @@ SHAPE = (  # with --adapter, the folder says it
     *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
-LEAVE = "leave it out"
-OF_SEVERAL = "A and B of several adapters on one frozen model"
-NOT_OF_SEVERAL = {  # and what to do instead
-    **dict.fromkeys(("ia3", "train_only", "prompt_tuning", "prefix_tuning", "train_also"), LEAVE),
-    **dict.fromkeys(("adalora", "dora", "lora_budget"), LEAVE),
-    "adapter": "name the folder in its entry of the file",
-    "merge": "merge the one that you choose with llmq-merge",
-}
-SHARED = {"lora_rank": ("auto",), "lora_bias": ("all", "lora_only"), "lora_init": ("pissa", "olora", "eva")}
 OF_PROMPTS = ("prompt_init", "prompt_init_text")
 ADAPTERS = ("lora_rank", "adapter")
 OF_TOKENS = "{own} trains virtual tokens alone, and {other} is of another method: leave one of them out"
@@ -185,12 +176,6 @@ class AdapterOptions(Section):
     adapter: Path | None = option(
         None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
     )
-    adapters: Path | None = option(
-        None,
-        "Train all adapters that this YAML file lists at once, each on its own rows. An entry has a name, and options "
-        "that are not those of the command, such as lora_rank, learning_rate, data and seed.",
-        metavar="FILE",
-    )
     merge: bool = option(
         False,
         "Export the model with the adapter merged into the base as it was trained on, too, as merged in --out-dir.",
@@ -234,9 +219,6 @@ class AdapterOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.adapters is not None:
-            yield from self._of_several()
-            return
         for own, others, words in RIVALS:
             if getattr(self, own) is not None and (given := self.given(others)):
                 yield words.format(own=self.written(own), other=flag(given[0]))
@@ -264,13 +246,6 @@ class AdapterOptions(Section):
         else:
             given = [key for key in OF_BUDGET if getattr(self, key) is not None]  # which may be 0
             yield from (f"{self.written(key)} is for --adalora: add that" for key in given)
-
-    def _of_several(self) -> Iterator[str]:
-        """What adapters that are trained at once cannot have, as they share the base."""
-        given = self.given(NOT_OF_SEVERAL) + [key for key, values in SHARED.items() if getattr(self, key) in values]
-        for key in given:
-            fix = NOT_OF_SEVERAL.get(key, LEAVE)
-            yield f"{self.written(key)} does not go with --adapters, which trains {OF_SEVERAL}: {fix}"
 
     def _of_auto(self) -> Iterator[str]:
         """What contradicts --lora-rank auto, or needs it."""

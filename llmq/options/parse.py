@@ -59,7 +59,6 @@ UNSETS = {  # what an option of the command line takes back where a file has it:
     **{one: tuple(other for other in group if other != one) for group in ALTERNATIVES for one in group},
     "train_file": ("data",),
     "data": ("train_file", "eval_file"),
-    "adapters": ("adapter", "ia3", "train_only", *VIRTUAL),
     "adapter": ("lora_rank", "ia3", *VIRTUAL, *adapters.SHAPE),
 }
 OPEN = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}  # what leaves a number to be found
@@ -73,18 +72,8 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     """Contradictions between sections; one that is bad in itself is None."""
     data, source, system, run = (sections[name] for name in ("data", "source", "system", "run"))
     if data and source:
-        several = sections["adapters"] is None or sections["adapters"].adapters is not None  # which have data each
-        plans_only = several or (run is not None and run.dry_run)
+        plans_only = run is not None and run.dry_run
         yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
-    memory, log = sections["memory"], sections["log"]
-    if sections["adapters"] and sections["adapters"].adapters is not None:
-        if memory and memory.fit:
-            yield "--fit chooses the size of a micro-batch, whose rows --adapters shares out: leave one of them out"
-        if log and log.sample_prompts is not None:
-            yield (
-                f"--sample-prompts {log.sample_prompts} completes by one adapter, and --adapters trains several: use "
-                "llmq-generate --adapter with one that is exported"
-            )
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
 
@@ -134,7 +123,7 @@ class Options:
         given_keys = tuple(values)
         if truth(values.get("fit")) and "global_batch_size" in values and "grad_accumulation" not in values:
             values = {"batch_size": 1, **values}  # until it is chosen, as any step is a multiple of it
-        if values.keys() & {"lora_rank", "adapter", "adapters", *VIRTUAL}:
+        if values.keys() & {"lora_rank", "adapter", *VIRTUAL}:
             values = {**OF_ADAPTERS, **values}
         if "ia3" in values:
             values = {**OF_ADAPTERS, "learning_rate": adapters.RATE_OF_GAINS, **values}

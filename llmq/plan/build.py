@@ -79,7 +79,7 @@ def build_model(spec: Spec, sites: Sites = site_of) -> Model:
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
-    loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss, spec.adapters.totals())
+    loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss)
     sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
     return Model(_embed(spec), layers, Head(*sizes, site(HEAD), config.family.reader(config, loss)))
 

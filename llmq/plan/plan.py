@@ -169,8 +169,8 @@ class Plan:
         # Made again from the frozen rows when these are loaded.
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
-        seen = [(group.norm, group.last_norm) for group in self.cells.groups if group.clips_by_last]
-        norms = [storage_name(cell) for pair in seen for cell in pair]
+        seen = (self.cells.norm, self.cells.last_norm) if self.spec.hyper.clips_by_last else ()
+        norms = [storage_name(cell) for cell in seen]
         chosen = [storage_name(self.tracked.cells[name]) for name in self.tracked.saved]
         return {name: self.persistent[name] for name in (*self._states, *scales, *norms, *chosen)}
 

@@ -14,7 +14,6 @@ from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.optimizers.rule import MASTER, spaces
 from llmq.plan.build import Sites, build_model, rows_of
-from llmq.plan.groups import groups_of
 from llmq.plan.memory import Memory, is_quant
 from llmq.plan.passes.lanes import MAIN
 from llmq.plan.precision import Precision
@@ -34,6 +33,8 @@ from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
 from llmq.stores.sharding import Sharding, Shards
 from llmq.stores.weights import ReplicatedWeights
 from llmq.tensor import Ref, num_norm_tiles
+
+NUMBERS = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")  # of an update
 
 
 @dataclass(frozen=True)
@@ -114,23 +115,28 @@ class Recordings:
         shares = self._shards if world.states else None
         self.tracked = spec.adapters.tracked(self.rows, p.stat, shares)
         self.ranks: Any = ManyRanks(self._shards.tiles()) if self._shards else Alone()
-        self.groups = groups_of(spec, self.rows, self.grads[True], self._shards)
-        cells = {"step": Ref("step", "cell", (1,), "int32"), "request": Ref("request", "cell", (1,), p.stat)}
-        (*_, group) = self.groups.by_name.values()
-        own = group.cells if len(self.groups.by_name) == 1 else {}
-        self.cells = {**cells, **own, **self.tracked.cells}
+        self.sums, self.evaluated = _sums("", p.stat), _sums("evaluate.", p.stat)
+        self.cells = {**self._numbers(), **self.sums, **self.tracked.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
-        self.sums = self.groups.frame(self.groups.sums)
         for grads in self.grads.values():
             if isinstance(grads, FusedGrads):
                 grads.use = self._fused(applies=grads.last)
-        self.evaluated = self.groups.frame(self.groups.evaluated)
+
+    def _numbers(self) -> dict[str, Ref]:
+        """The cells of an update."""
+        stat = self.spec.precision.stat
+        cells = {name: Ref(name, "cell", (1,), stat) for name in NUMBERS}
+        cells["step"] = Ref("step", "cell", (1,), "int32")
+        # As many partial sums as this rank adds to: a store's shares say which rows these are.
+        count = sum(num_norm_tiles(grad.shape) for grad in self.grads[True].shares(Recorder()))
+        cells["partials"] = Ref("partials", "cell", (count, 1), stat)
+        return cells
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
         """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation leaves."""
-        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "groups": self.groups.handles()}
+        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "evaluated": Frame(self.evaluated)}
         return Frame({**cells, **shared, "agreed": Frame(self.ranks.cells(cells))})
 
     @cached_property
@@ -195,10 +201,8 @@ class Recordings:
         grads, spec = self.grads[True], self.spec
         if spec.memory.fused:
             return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
-        stores, groups = (self.weights, grads, self.moments), tuple(self.groups.by_name.values())
-        return _recorded(
-            lambda ops: optimizer.update(ops, *stores, self.ranks, cells, groups, self.always, self.tracked)
-        )
+        stores, about = (self.weights, grads, self.moments, self.ranks), (cells, spec.hyper, spec.seed, self.tracked)
+        return _recorded(lambda ops: optimizer.update(ops, *stores, *about))
 
     def publish(self) -> list[Call]:
         """Copies of the weights from their masters."""
@@ -224,12 +228,17 @@ class Recordings:
             shapes["borders"] = (b, spec.packing.max_docs + 1)
         return Frame({key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()})
 
-    def _frames(self, model: Model, inputs: Frame, sums: Frame, micro_step: int) -> Frames:
+    def _frames(self, model: Model, inputs: Frame, sums: dict[str, Ref], micro_step: int) -> Frames:
         """Frames of the sequences in `inputs`, whose totals are `sums`."""
         spec, p = self.spec, self.spec.precision
-        shared = {"batch": inputs, "const": Frame({"rope": self.rope}), "total": sums}
+        shared = {"batch": inputs, "const": Frame({"rope": self.rope}), "total": Frame(sums)}
         b, t = inputs.tokens.shape
         return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat, micro_step)
+
+
+def _sums(before: str, stat: str) -> dict[str, Ref]:
+    """Where losses and trained tokens are added up."""
+    return {key: Ref(f"{before}{key}", "sum", (1,), dtype) for key, dtype in {"loss": stat, "tokens": "int32"}.items()}
 
 
 def _recorded(record: Callable[[Recorder], None]) -> list[Call]:

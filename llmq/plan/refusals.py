@@ -19,7 +19,6 @@ def refuse(spec: Spec) -> None:
         problems += [f"--seq-tiles {spec.memory.seq_tiles}: {text}" for text in _tiled(spec)]
     if spec.precision.master == "none":
         problems += [f"--master-dtype none: {text}" for text in _without_master(spec)]
-    problems += spec.adapters.batch_problems(spec.batch_size, spec.regularization.neftune_alpha)
     if not spec.memory.persistent_quants:
         problems += [f"--no-persistent-quants: {text}" for text in _remade(spec)]
     if problems:

@@ -204,11 +204,7 @@ def _hosted(spec: Spec, terms: Terms) -> list[Remedy]:
 
 
 def _batches(spec: Spec, terms: Terms) -> list[Remedy]:
-    """Smaller micro-batches; of several adapters one with a row of each."""
-    least = spec.adapters.with_one_row_each()
-    if least.batch_size is not None:
-        rows = partial(_in_batches, size=least.batch_size, terms=terms)
-        return [lambda spec: spec, lambda spec: replace(rows(spec), adapters=least)]
+    """Smaller micro-batches."""
     sizes = (spec.batch_size,) if spec.memory.fused else terms.sizes  # a fused step has one micro-batch
     return [partial(_in_batches, size=size, terms=terms) for size in sizes]
 
@@ -305,7 +301,7 @@ def changes(before: Spec, after: Spec, terms: Terms) -> dict[str, Any]:
     old, new = before.memory, after.memory
     if after.batch_size != before.batch_size or terms.names_size:
         found["batch_size"] = after.batch_size
-    if after.batch_size != before.batch_size and terms.counts_steps and after.adapters.batch_size is None:
+    if after.batch_size != before.batch_size and terms.counts_steps:
         found["grad_accumulation"] = terms.samples // after.batch_size
     if new.fused and not old.fused:
         found["fused_update"] = True

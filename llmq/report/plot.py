@@ -16,7 +16,7 @@ import numpy as np
 
 from llmq.disk import write_whole
 from llmq.errors import UsageError
-from llmq.report.read import Log, expanded, labels
+from llmq.report.read import Log, labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,7 +113,6 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
 
 def _labelled(logs: Sequence[Log]) -> list[Run]:
     runs = []
-    logs = expanded(logs)
     for i, (log, name) in enumerate(zip(logs, labels(logs), strict=True)):
         loss = np.where(np.isfinite(log.train["loss"]), log.train["loss"], math.nan)
         runs.append(Run(name, COLOURS[i % len(COLOURS)], log, loss, smoothed(loss, loss.size // 60)))
@@ -209,9 +208,6 @@ def _short(value: float) -> str:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    names = {run.log.path for run in runs}
-    if len(runs) > 1 and len(names) == 1:
-        return f"{runs[0].log.name.rpartition('/')[0]}: {len(runs)} adapters"
     return runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
 
 

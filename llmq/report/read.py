@@ -30,16 +30,10 @@ class Log:
     eval_set: np.ndarray  # of each evaluation: a number, the same for those on the same held-out tokens
     gpu: dict[str, np.ndarray]
     events: tuple[dict[str, Any], ...]  # every other record, in order
-    adapters: tuple[Log, ...] = ()  # the same of each of several adapters, whose losses, norms and rates are its own
-    adapter: str | None = None  # the name of that which this is of
 
     @property
     def name(self) -> str:
-        """The run's name: option `name`, else the folder's, else the file's; and that of its adapter."""
-        return self._run_name if self.adapter is None else f"{self._run_name}/{self.adapter}"
-
-    @property
-    def _run_name(self) -> str:
+        """The run's name: option `name`, else the folder's, else the file's."""
         named = (self.header.get("options") or {}).get("name")
         generic = self.path.stem in ("log", "train", "metrics")
         return str(named or (self.path.resolve().parent.name if generic else self.path.stem) or self.path.name)
@@ -103,44 +97,9 @@ def read_log(path: Path) -> Log:
             for kind, table in tables.items():
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
     columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
-    names = dict.fromkeys(name for row in tables["train"].values() for name in row.get("adapters") or ())
-    rest: dict[str, Any] = {"gpu": columns["gpu"], "events": tuple(events)}
-    each = tuple(_of_adapter(path, header, tables, sets, name, rest) for name in names)
-    eval_set = _numbered(sets, columns["eval"])
-    return Log(path, header, columns["train"], columns["eval"], eval_set, **rest, adapters=each)
-
-
-def _numbered(sets: Mapping[int, tuple[str, Any]], evals: Mapping[str, np.ndarray]) -> np.ndarray:
-    """A number for each evaluation, the same for those of one set."""
     numbers = {one: number for number, one in enumerate(dict.fromkeys(sets.values()))}
-    return np.array([numbers[sets[step]] for step in evals["step"].tolist()], np.int64)
-
-
-def _of_adapter(
-    path: Path,
-    header: dict[str, Any],
-    tables: Mapping[str, Mapping[int, dict[str, Any]]],
-    sets: Mapping[int, tuple[str, Any]],
-    name: str,
-    rest: dict[str, Any],
-) -> Log:
-    """The log of one of several adapters: the run's, with what is its own."""
-    own = {
-        kind: {
-            step: {**row, **row["adapters"][name]}
-            for step, row in tables[kind].items()
-            if name in (row.get("adapters") or ())
-        }
-        for kind in ("train", "eval")
-    }
-    train, evals = (_columns(own[kind], TABLES[kind]) for kind in ("train", "eval"))
-    seen = {step: (sets[step][0], row.get("trained_tokens")) for step, row in own["eval"].items()}
-    return Log(path, header, train, evals, _numbered(seen, evals), **rest, adapter=name)
-
-
-def expanded(logs: Iterable[Log]) -> list[Log]:
-    """The logs, with those of its adapters in the place of one that has several."""
-    return [one for log in logs for one in (log.adapters or (log,))]
+    eval_set = np.array([numbers[sets[step]] for step in columns["eval"]["step"].tolist()], np.int64)
+    return Log(path, header, columns["train"], columns["eval"], eval_set, columns["gpu"], tuple(events))
 
 
 def _held_out(record: Mapping[str, Any]) -> str:
@@ -191,13 +150,6 @@ def _parse(line: bytes) -> dict[str, Any]:
     if kind == "header" and not isinstance(record.get("options"), (dict, type(None))):
         raise ValueError("options are not an object")
     wrong = [f"{c} is {record[c]!r}" for c in TABLES.get(kind, ()) if c in record and not _is_number(record[c])]
-    adapters = record.get("adapters") if kind in ("train", "eval") else None
-    if adapters is not None:
-        if not isinstance(adapters, dict) or not all(isinstance(one, dict) for one in adapters.values()):
-            raise ValueError("adapters are not objects by name")
-        wrong += [
-            f"{name}'s {c} is {v!r}" for name, one in adapters.items() for c, v in one.items() if not _is_number(v)
-        ]
     if wrong:
         raise ValueError("not a number: " + ", ".join(wrong))
     return record

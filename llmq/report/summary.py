@@ -14,7 +14,7 @@ import numpy as np
 from rich.table import Column, Table
 from rich.text import Text
 
-from llmq.report.read import Log, expanded, labels
+from llmq.report.read import Log, labels
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Summary:
 
 
 def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
-    """A line for each log, or each of its adapters. Losses that are not finite are not counted."""
-    logs = expanded(logs)
+    """A line for each log. Losses that are not finite are not counted."""
     return [_summary(log, label, last_steps) for log, label in zip(logs, labels(logs), strict=True)]
 
 

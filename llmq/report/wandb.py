@@ -24,7 +24,6 @@ from llmq.report.read import Log, read_log
 from llmq.training.records import answer_of, asked_of
 
 OURS = ("step", "time")  # columns that W&B keeps in its own way
-OF_ADAPTERS = ("step", "time", "loss", "norm", "lr", "train_loss", "trained_tokens")  # what several do not share
 SAMPLES = ["prompt", "completion", "end"]  # columns of the table of a step's completions
 
 
@@ -118,16 +117,12 @@ def default_run_id(log: Log) -> str:
 
 
 def _history(log: Log) -> dict[int, dict[str, float]]:
-    """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out. Those of several
-    adapters have its name: `train/NAME/loss`.
+    """Metrics by step: `train/loss`, `eval/loss`, ...; columns that nothing is known of are left out.
 
     `_timestamp`, which W&B would else set to now, is the time of the step's last record.
     """
     history: dict[int, dict[str, float]] = {}
     tables = [("train", log.train), ("eval", log.eval), ("gpu", log.gpu)]
-    for one in log.adapters:
-        for kind, table in (("train", one.train), ("eval", one.eval)):
-            tables.append((f"{kind}/{one.adapter}", {name: table[name] for name in OF_ADAPTERS if name in table}))
     for kind, table in tables:
         known = {name for name, values in table.items() if name not in OURS and not np.isnan(values).all()}
         for row, step in enumerate(table["step"].tolist()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llmq.op_protocol import Ops
@@ -78,7 +78,7 @@ class LoraAdapter:
     """Adapters `pieces` of the site `name`, which has `outputs` outputs. Their rows are kept in `file`.
 
     `init` says how A is drawn or made, B being zero, or of which part of the weight both are made. Values are of
-    `dtype`. A x lies in the first columns of a slot that is `width` wide; 0: it is the slot.
+    `dtype`.
     """
 
     name: str
@@ -87,13 +87,8 @@ class LoraAdapter:
     file: str
     dtype: str
     outputs: int
-    width: int = 0
 
     covers = True
-
-    def within(self, width: int) -> LoraAdapter:
-        """The same with its A x in a slot of this width."""
-        return replace(self, width=width)
 
     @property
     def key(self) -> str:
@@ -138,7 +133,7 @@ class LoraAdapter:
     def down(self, ops: Ops, a: Slots, x: Ref, w: Parameters) -> Ref:
         """What B multiplies (...,R): a.low <- A x."""
         low: Ref = a[f"{self.key}.low"]
-        ops.linear_forward(cut(low, (0, self.rank)), x, w.lora_a, None, None)
+        ops.linear_forward(low, x, w.lora_a, None, None)
         return low
 
     def backward(
@@ -147,14 +142,14 @@ class LoraAdapter:
         """d_x (...,K), gradients of A and B <- d_y (...,N), a.low, x (...,K), plus (...,K) or None."""
         self.add_backward(ops, a, d, dw, d_y, x, w)
         # Adds to what there is in the product itself: no pass over d_x for the sum.
-        ops.linear_dgrad(d_x, cut(d[f"{self.key}.low"], (0, self.rank)), w.lora_a, plus)
+        ops.linear_dgrad(d_x, d[f"{self.key}.low"], w.lora_a, plus)
 
     def add_backward(self, ops: Ops, a: Slots, d: Slots, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d.low (...,R), gradients of A and B <- d_y (...,N), a.low, x (...,K)."""
         low, d_low = a[f"{self.key}.low"], d[f"{self.key}.low"]
         # First, as A's gradient reads the d_low that it leaves.
         self.up_backward(ops, d_low, dw, d_y, low, w)
-        ops.linear_wgrad(dw.lora_a, cut(d_low, (0, self.rank)), x)
+        ops.linear_wgrad(dw.lora_a, d_low, x)
 
     def up_backward(self, ops: Ops, d_low: Ref, dw: Parameters, d_y: Ref, low: Ref, w: Parameters) -> None:
         """d_low (...,R), gradients of B <- d_y (...,N), low, what B multiplies."""
@@ -166,7 +161,7 @@ class LoraAdapter:
     def products(self, piece: LowRank) -> Callable[..., None]:
         """What makes the gradients of a piece's B, and of what B multiplies."""
         # The one pass reads whole 16-byte words, so every place and width has to be a multiple of 8 numbers of bf16.
-        places = (piece.first, piece.start, piece.stop, self.width or self.rank, self.outputs)
+        places = (piece.first, piece.start, piece.stop, self.rank, self.outputs)
         return one_pass if takes_one_pass(self.dtype, piece.rank, *places) else two_products
 
 
@@ -194,15 +189,6 @@ class DroppedAdapter:
     def fills(self) -> bool:
         """Whether its pieces have all columns of y."""
         return self.lora.fills
-
-    @property
-    def rank(self) -> int:
-        """Of all pieces."""
-        return self.lora.rank
-
-    def within(self, width: int) -> DroppedAdapter:
-        """The same with its A x in a slot of this width."""
-        return replace(self, lora=self.lora.within(width))
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """drop(x) (...,K) of forward and of backward too."""

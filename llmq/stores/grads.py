@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,15 +57,11 @@ class ReplicatedGrads:
         """Makes sums over ranks of what a part has written; returns what is to be kept of `here`: of one rank, all."""
         return here
 
-    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields what the optimizer reads: the gradient of each trained row, or of those named in `only`, and entry of
-        a stack, in order."""
-        for ref in self._of_rows(only):
+    def sums(self, ops: Any) -> Iterator[Ref]:
+        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order."""
+        for ref in self.refs.values():
             yield from ref.entries
 
-    def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields what this rank adds to the norm of the whole gradient, or of those rows."""
-        return self.sums(ops, only)
-
-    def _of_rows(self, only: Container[str] | None) -> Iterator[Ref]:
-        return (ref for name, ref in self.refs.items() if only is None or name in only)
+    def shares(self, ops: Any) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient."""
+        return self.sums(ops)

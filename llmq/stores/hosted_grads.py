@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -48,15 +48,14 @@ class HostedGrads:
             for name, kept in self._store.reduce(ops, part, here).items():
                 ops.copy_to_host(_like(self.refs[name], kept), kept)
 
-    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
+    def sums(self, ops: Any) -> Iterator[Ref]:
         """Yields what the optimizer reads, as it is on the host."""
-        found: Iterator[Ref] = self._store.sums(ops, only)
+        found: Iterator[Ref] = self._store.sums(ops)
         return found
 
-    def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields what this rank adds to the norm of the whole gradient, or of the rows named in `only`, and fetches a
-        piece ahead."""
-        shares: Iterator[Ref] = self._store.shares(ops, only)
+    def shares(self, ops: Any) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient, and fetches a piece ahead."""
+        shares: Iterator[Ref] = self._store.shares(ops)
         if self._in_place:
             return shares
         pieces = chain.from_iterable(map(self._pieces, shares))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,15 +41,14 @@ class ReducedGrads(ReplicatedGrads):
             ops.all_gather(_in_place(ref), shares[name], bounds=self._shards.bounds[name])
         return here
 
-    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields the gradient of each row, or of those named in `only`, or this rank's share of it."""
-        for ref in self._of_rows(only):
+    def sums(self, ops: Any) -> Iterator[Ref]:
+        """Yields the gradient of each row, or this rank's share of it."""
+        for ref in self.refs.values():
             yield self._shards.piece(ref) if self._sharding.states else ref
 
-    def shares(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields this rank's share of every row, or of those named in `only`."""
-        for ref in self._of_rows(only):
-            yield self._shards.piece(ref)
+    def shares(self, ops: Any) -> Iterator[Ref]:
+        """Yields this rank's share of every row."""
+        return (self._shards.piece(ref) for ref in self.refs.values())
 
     def _of(self, refs: Mapping[str, Ref], part: str | int) -> dict[str, Ref]:
         """Those of a part's own rows: a tied head only adds to the embedding's."""
@@ -128,9 +127,9 @@ class ShardedGrads(ReducedGrads):
         self._sum(ops, self._of(self._slots, part), here)
         return here
 
-    def sums(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields this rank's share of each row, or of those named in `only`."""
-        return self._of_rows(only)
+    def sums(self, ops: Any) -> Iterator[Ref]:
+        """Yields this rank's share of each row."""
+        return iter(self.refs.values())
 
 
 def _in_place(ref: Ref) -> Ref:

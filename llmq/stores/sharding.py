@@ -7,7 +7,7 @@ have no rows, and is recorded all the same: all ranks make the same calls, and g
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -82,12 +82,11 @@ class Shards:
         """Place in the whole parameter of the first element that this rank has."""
         return self.bounds[row.name][self.rank] * row.shape[-1]
 
-    def tiles(self, only: Container[str] | None = None) -> Bounds:
-        """Bounds of the ranks' shares among the partial sums of squares of all rows, or of those named in `only`, one
-        rank's after the other's."""
-        found, own = [0], [bounds for name, bounds in self.bounds.items() if only is None or name in only]
+    def tiles(self) -> Bounds:
+        """Bounds of the ranks' shares among the partial sums of squares of all rows, one rank's after the other's."""
+        found = [0]
         for rank in range(self.size):
-            counts = (bounds[rank + 1] - bounds[rank] for bounds in own)
+            counts = (bounds[rank + 1] - bounds[rank] for bounds in self.bounds.values())
             found.append(found[-1] + sum(-(-count // NORM_ROWS) for count in counts))
         return tuple(found)
 

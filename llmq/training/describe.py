@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
-from llmq.adapters.several import Several
 from llmq.data.chat.samples import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
@@ -16,13 +15,8 @@ from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
-from llmq.plan.plan import Plan
-from llmq.training.exports import own_rows
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.ready import Ready
-from llmq.training.run_data import MemberRun
-
-TITLES = ("name", "rank", "alpha", "maps", "parameters", "rows", "rate", "seed", "epochs", "data")  # of members
 
 
 def describe(
@@ -32,7 +26,7 @@ def describe(
 
     Nothing is refused from here on: an error is the first thing that is seen of a run.
     """
-    plan, members = run.plan, run.trains.members
+    plan = run.plan
     log.options(run.options, given)
     measured = {"measured": f"matrix products at {speed.line}"} if speed else {}
     log.system({**device.system_facts(run.device), **measured})
@@ -40,8 +34,6 @@ def describe(
     log.model(run.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=architecture)
     if not all(row.trainable for row in plan.rows):
         log.say(adapters.note(plan.spec.adapters, plan.rows))
-    if members:
-        log.adapters({one.name: one.given for one in members}, _member_lines(members, plan))
     _describe_data(run, log)
     if matmuls:
         log.matmuls(matmuls)
@@ -124,34 +116,3 @@ def level_lines(run: Ready, free_bytes: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [f"On each of {sharding.size} GPUs:", *(f"  {line.rstrip()}" for line in lines)]
-
-
-def _member_lines(members: Sequence[MemberRun], plan: Plan) -> Iterator[str]:
-    """A line for each adapter, below their titles."""
-    several, rows = plan.spec.adapters, [TITLES]
-    assert isinstance(several, Several)
-    for one in members:
-        member, flat = several.by_name[one.name], one.options.to_flat()
-        ranks = sorted({target.rank for target in member.adapters.targets})
-        alphas = sorted({target.alpha for target in member.adapters.targets})
-        seen = one.schedule.steps * one.data.samples_per_step
-        epochs = f"{seen / count:.2f}" if (count := one.data.train.num_windows) else "-"
-        named = flat["data"] or flat["train_file"] or ["-"]
-        rows.append(
-            (
-                one.name,
-                "-".join(map(str, ranks[:: max(len(ranks) - 1, 1)])),
-                "-".join(f"{alpha:g}" for alpha in alphas[:: max(len(alphas) - 1, 1)]),
-                str(len(member.adapters.targets)),
-                f"{num_parameters(own_rows(plan, one.name)):,}",
-                str(member.rows),
-                f"{one.schedule.peak:g}",
-                str(member.seed),
-                epochs,
-                ", ".join(named),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *middle, last in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(middle, widths[1:-1], strict=True))
-        yield "  ".join([f"{name:<{widths[0]}}", *cells, last])

@@ -20,7 +20,6 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
-from llmq.options.sweep import read_members
 from llmq.plan import memory, precision
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
@@ -51,7 +50,7 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
     yield from notices
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
-    facts = Facts(source.config, where, size=gpus, members=read_members(options))
+    facts = Facts(source.config, where, size=gpus)
 
     def spec_of(tried: Options) -> Spec:
         return facts.spec(tried, precision.resolve(tried.precision, source.config))

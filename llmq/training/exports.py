@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llmq.adapters.merge import MergedExport, untied
 from llmq.adapters.resolve import merges
-from llmq.adapters.several import Several
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
@@ -22,7 +20,6 @@ from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan.plan import Plan
-from llmq.row import Row
 
 Tokens = tuple[Path | None, ExportedTemplates]  # the tokenizer of an exported model, and its templates
 MERGED = "merged"  # the folder of the merged model, in that of the adapter
@@ -89,29 +86,6 @@ def open_model(
     rows, make = adapters.file(plan.rows, config, source.name, revision, before)
     export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
     return OpenedExports((export, *_merged(options, export, plan)), templates.notices)
-
-
-def open_members(
-    options: Options, source: ModelSource, tokens: Mapping[str, Tokens], plan: Plan, *, replaces: bool
-) -> OpenedExports:
-    """Where each of several adapters goes: to a folder of its name in --out-dir, with the `tokens` of its data."""
-    config, several, found = plan.spec.config, plan.spec.adapters, []
-    assert isinstance(several, Several)
-    notices: list[str] = []
-    revision = None if source.revision is None else source.revision.partition(",")[0]
-    for name, (tokenizer, templates) in tokens.items():
-        adapters = several.by_name[name].adapters
-        rows, make = adapters.file(own_rows(plan, name), config, source.name, revision, None)
-        notices += [text for text in templates.notices if text not in notices]
-        made: dict[str, Any] = {"default": "fp32", "make": make}
-        export = open_export(options.export, config, rows, tokenizer, templates.sources, replaces=replaces, **made)
-        found.append(replace(export, folder=Path(export.folder) / name))
-    return OpenedExports(tuple(found), tuple(notices))
-
-
-def own_rows(plan: Plan, name: str) -> tuple[Row, ...]:
-    """The rows of one of several adapters."""
-    return tuple(row for row in plan.rows if row.adapter == name)
 
 
 def _merged(options: Options, export: Export, plan: Plan) -> Iterator[Export]:

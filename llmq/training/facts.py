@@ -13,7 +13,6 @@ from llmq.model import optimizer, regularization
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
-from llmq.options.sweep import MemberOptions
 from llmq.plan import memory, precision, sharding
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Completions, Spec
@@ -35,7 +34,6 @@ class Facts:
     rank: int = 0
     size: int = 1
     steps: int = 0  # of the run, with which the schedule of AdaLoRA ends
-    members: tuple[MemberOptions, ...] = ()  # of --adapters
 
     def spec(self, options: Options, dtypes: Precision) -> Spec:
         """What is to be planned, all options resolved."""
@@ -64,23 +62,17 @@ class Facts:
             precision.watching(options.precision).every > 0,
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
-            adapters.resolve(options.adapters, self.config, self.steps, self.members),
+            adapters.resolve(options.adapters, self.config, self.steps),
             regularization.resolve(options.regularization),
         )
 
 
 def facts_of(
-    trains: RunData,
-    dtypes: Precision,
-    where: Device,
-    seed: int,
-    samples: SamplePrompts | None,
-    ranks: Ranks,
-    members: tuple[MemberOptions, ...],
+    trains: RunData, dtypes: Precision, where: Device, seed: int, samples: SamplePrompts | None, ranks: Ranks
 ) -> Facts:
     """What plans of a run on this data depend on beside options."""
     config, data, steps = trains.config, trains.data, trains.schedule.steps
     packs = device.packing_problem(where, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing = Packing(*data.limits) if data.limits else None
-    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, steps, members)
+    return Facts(config, where, seed, packing, completions, ranks.rank, ranks.size, steps)

@@ -18,11 +18,11 @@ from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError
 from llmq.files.huggingface import Export, remove_model
 from llmq.row import Row
-from llmq.training.evaluation import mean_losses
+from llmq.training.evaluation import mean_loss
 from llmq.training.exports import MERGED
 from llmq.training.health import all_finite
 from llmq.training.log import SUMMARY, RunLog
-from llmq.training.progress import GroupProgress, Progress
+from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
 from llmq.training.ready import Ready
 from llmq.training.result import TrainResult
@@ -30,53 +30,41 @@ from llmq.training.result import TrainResult
 
 @dataclass(frozen=True)
 class Left:
-    """The folders that were written, of several adapters by their names, and warnings about what is in them.
-
-    `is_whole`: nothing was left out as it is ruined.
-    """
+    """The folders that were written, and warnings about what is in them. `is_whole`: nothing was left out as it is
+    ruined."""
 
     model_path: Path | None
     merged_path: Path | None
     warnings: list[str]
     is_whole: bool
-    adapters: Mapping[str, Path]
 
     def added_to(self, result: TrainResult) -> TrainResult:
         """The result of the run with all of this."""
-        adapters = {name: replace(one, path=self.adapters.get(name)) for name, one in result.adapters.items()}
         result = replace(result, model_path=self.model_path, merged_path=self.merged_path)
-        return replace(result, adapters=adapters, warnings=tuple(self.warnings))
+        return replace(result, warnings=tuple(self.warnings))
 
 
 def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch, ranks: Ranks, log: RunLog) -> Left:
-    """Writes the model, the adapter or each of several, unless it is ruined, with warnings about the run; those about
-    the model say how to continue.
+    """Writes the model or the adapter, unless it is ruined, with warnings about the run; those about the model say how
+    to continue.
 
     A ruined one is written with --export-anyway. Weights are checked on their way to the disk, and the last update by
     what the loss of a `batch` is now.
     """
-    losses = mean_losses(engine, batch, ranks.world)
-    warnings = now.course.warnings(run.plan.spec.config.vocab_size, losses[""])
-    to_disk, exports = _ToDisk(run, engine, ranks, log), run.results.exports
-    names = [member.name for member in run.trains.members] or [""]
-    found: dict[str, Path] = {}
-    for name, export in zip(names, exports, strict=False):  # that of a merged model has no name
-        one = now.group(name) if name else now
-        reasons, bad = _ruin(now, one, losses[name]), dict[str, None]()
-        if not reasons or run.results.exports_anyway:
-            with suppress(NonFiniteError):
-                found[name] = to_disk.write(to_disk.finished(export), f"Exporting {name}".rstrip(), bad)
-                log.say(f"Exported: {found[name]}", least=SUMMARY)
-        reasons += [_not_finite(bad)] if bad else []
-        if name in found:
-            warnings += [f"{f'Adapter {name}' if name else 'The model'} is exported although {why}" for why in reasons]
-        elif name:
-            warnings.append(f"Adapter {name} is not exported: {reasons[0]}. Lower its learning_rate")
-        else:
-            warnings.append(f"No model is exported: {reasons[0]}. {_way_back(run, now)}")
-    merged = to_disk.merge(exports[1:], found[""]) if "" in found else None
-    folder = found.get("", exports[0].folder.parent if found else None)
-    return Left(folder, merged, warnings, len(found) == len(names), found)
+    loss = mean_loss(engine, batch, ranks.world)
+    warnings = now.course.warnings(run.plan.spec.config.vocab_size, loss)
+    to_disk, (export, *merged) = _ToDisk(run, engine, ranks, log), run.results.exports
+    reasons, bad, path = _ruin(now, loss), dict[str, None](), None
+    if not reasons or run.results.exports_anyway:
+        with suppress(NonFiniteError):
+            path = to_disk.write(to_disk.finished(export), "Exporting", bad)
+            log.say(f"Exported: {path}", least=SUMMARY)
+    reasons += [_not_finite(bad)] if bad else []
+    if path is None:
+        warnings.append(f"No model is exported: {reasons[0]}. {_way_back(run, now)}")
+        return Left(None, None, warnings, is_whole=False)
+    warnings += [f"The model is exported although {why}" for why in reasons]
+    return Left(path, to_disk.merge(merged, path), warnings, is_whole=True)
 
 
 @dataclass(frozen=True)
@@ -132,12 +120,12 @@ class _ToDisk:
             return path
 
 
-def _ruin(now: Progress, one: Progress | GroupProgress, after: float | None) -> list[str]:
-    """Why the model, or the adapter with this progress, is ruined by its last step, if it is."""
-    if one.rejected:
+def _ruin(now: Progress, after: float | None) -> list[str]:
+    """Why the model is ruined by the last step, if it is."""
+    if now.rejected:
         return [f"the last step, {now.step}, changed nothing: it was not finite"]
-    if now.evaluated == now.step and one.eval_loss is not None and not math.isfinite(one.eval_loss):
-        return [f"the loss of the last evaluation is {one.eval_loss}"]
+    if now.evaluated == now.step and not math.isfinite(now.eval_loss):
+        return [f"the loss of the last evaluation is {now.eval_loss}"]
     return [f"after the last step the loss of a batch is {after}"] if after and not math.isfinite(after) else []
 
 

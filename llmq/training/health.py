@@ -99,9 +99,9 @@ class Course:
         return ""
 
 
-def rate_warnings(peak: float, who: str = "") -> Iterator[str]:
-    """A message on a rate that trains nothing, or ruins any model; of one of several adapters, `who` it is."""
-    rate = f"{who and f'adapter {who}: '}--learning-rate {peak:g}"
+def rate_warnings(peak: float) -> Iterator[str]:
+    """A message on a rate that trains nothing, or ruins any model."""
+    rate = f"--learning-rate {peak:g}"
     if peak == 0:
         yield f"{rate} trains nothing: the weights stay as they are"
     elif peak > LARGEST_RATE:

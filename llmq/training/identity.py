@@ -73,8 +73,7 @@ def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) ->
 
 def _keeping(rows: int, options: Mapping[str, Any], data: Data) -> str:
     """Flags with which a step has these many rows on these ranks: `--batch-size=2 --grad-accumulation=4 keep 8`."""
-    fewest = 1 if options["adapters"] is None else data.batch_size  # of which each adapter has rows of its own
-    sizes = (size for size in range(data.batch_size, fewest - 1, -1) if rows % (size * data.world) == 0)
+    sizes = (size for size in range(data.batch_size, 0, -1) if rows % (size * data.world) == 0)
     if (size := next(sizes, None)) is None:
         return f"no flags keep {rows} on {data.world} ranks"
     accumulated = f"--grad-accumulation={rows // (size * data.world)}"

@@ -3,10 +3,9 @@
 The file has one JSON object per line, with a `type`:
 
     header      first record: schema, started, version, and the sections options, system, model, dataset, allocator
-                and host_memory (MiB by name), matmuls where timing chose their dtypes, and adapters where several are
-                trained: what the entry of each says
-    train       one optimizer step: the fields of TrainRecord, and tps; of several adapters `adapters`, by name
-    eval        one evaluation: the fields of EvalRecord, and tps; of several adapters `adapters`, by name
+                and host_memory (MiB by name), and matmuls where timing chose their dtypes
+    train       one optimizer step: the fields of TrainRecord, and tps
+    eval        one evaluation: the fields of EvalRecord, and tps
     samples     completions of --sample-prompts after `step` updates: a list of the prompt, messages or tokens of each,
                 its `text` (null without a tokenizer), its `new_tokens`, and its `end`: stop, or length
     gpu         the GPU while a step ran: the fields of GpuRecord
@@ -49,7 +48,6 @@ from llmq.training.records import (
     EvalRecord,
     GpuRecord,
     TrainRecord,
-    adapters_line,
     eval_line,
     gpu_line,
     sample_line,
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 OPENING = b'{"type": "header'
 DETAILS, USUAL, SUMMARY = 1, 0, -1  # the least --verbosity that shows a line
-SECTIONS = ("options", "system", "model", "adapters", "dataset", "matmuls", "allocator", "host_memory")
+SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator", "host_memory")
 MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
 
@@ -159,13 +157,6 @@ class RunLog:
         while self._of_data:
             self.say(textwrap.indent(self._of_data.pop(0), "  "))
 
-    def adapters(self, entries: Mapping[str, Mapping[str, Any]], lines: Iterable[str]) -> None:
-        """[Adapters]: those of --adapters, as `lines`; the file has what their entries say."""
-        self._sections["adapters"] = {name: dict(given) for name, given in entries.items()}
-        self._head("Adapters")
-        for line in lines:
-            self.say(f"  {line}")
-
     def about_data(self, text: str) -> None:
         """A line on the data, below [Dataset]: there, if that is yet to come, so that an error comes before it."""
         if self._sections["dataset"] is None:
@@ -252,20 +243,14 @@ class RunLog:
             self.say(f"Epoch {epoch}")
         self._epoch = epoch
         self.say(train_line(record, self._num_steps, details=self._verbosity >= DETAILS))
-        if record.adapters:
-            self.say(adapters_line(record))
         self.record("train", **values_of(record))
-        refused = [name for name, one in (record.adapters or {}).items() if not one["applied"]]
-        if not record.applied or refused:
-            what = f" of {', '.join(refused)}" if record.applied else ""
-            self.notice(f"Step {record.step} changed nothing{what}: its loss or gradient is not finite")
+        if not record.applied:
+            self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
 
     def evaluation(self, record: EvalRecord) -> None:
         """One [V] line and its record."""
         self._step = record.step
         self.say(eval_line(record, self._num_steps), least=SUMMARY)
-        if record.adapters:
-            self.say(adapters_line(record), least=SUMMARY)
         self.record("eval", **values_of(record))
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -34,15 +34,9 @@ class LogHook(Hook):
             self._log.warn(text)
 
     def after_step(self, run: RunView, record: TrainRecord) -> None:
-        """The step, where it gets a line; of several adapters each that does not change any more."""
+        """The step, where it gets a line."""
         if self._log.due(record.step, last=run.is_last) or not record.applied:
             self._log.train(record)
-        for name, one in run.progress.groups.items():
-            if one.rejected == NON_FINITE_LIMIT:
-                self._log.warn(
-                    f"adapter {name} has not changed in the last {NON_FINITE_LIMIT} steps up to step {record.step}, as "
-                    "its loss or gradient was not finite; the others train on: lower its learning_rate"
-                )
 
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
         """The evaluation."""
@@ -89,13 +83,10 @@ class BackendHook(Hook):
 
 
 def _summary(result: TrainResult, seconds: float) -> Iterator[str]:
-    """What a finished run came to: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`; and below
-    that the losses of each of several adapters."""
+    """What a finished run came to: `12 steps in 0:03:10: training loss 3.1416, evaluation loss 3.2500, ...`."""
     parts = list(_losses(result.train_loss, result.eval_loss))
     parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
     yield f"{result.steps:,} steps in {timedelta(seconds=round(seconds))}: {', '.join(parts)}"
-    for name, one in result.adapters.items():
-        yield f"  {name}: {', '.join(_losses(one.train_loss, one.eval_loss))}"
 
 
 def _losses(train_loss: float, eval_loss: float | None) -> Iterator[str]:

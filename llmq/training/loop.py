@@ -25,7 +25,7 @@ from llmq.training.loading import load_weights, restore
 from llmq.training.log import RunLog
 from llmq.training.log_hook import NON_FINITE_LIMIT, BackendHook, LogHook
 from llmq.training.metrics import Metrics
-from llmq.training.progress import Progress, of_groups
+from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord
@@ -133,7 +133,8 @@ class Loop:
         """One optimizer step, and what is due after it; its last batch."""
         self._settle(wait=False)  # what made the last save fail ends the run here
         ready, step, start = self.ready, self.progress.step + 1, time.perf_counter()
-        number, rates = step - self.progress.moments_from, ready.trains.rates(step)
+        number = step - self.progress.moments_from
+        rate = ready.trains.schedule.learning_rate(step)
         self.ranks.step, wait_ms, real, tokens = step, 0.0, 0, 0
         for micro_step in range(ready.data.grad_accumulation):
             batch = loader.next(self._ends)
@@ -145,14 +146,14 @@ class Loop:
                 looked = time.perf_counter()
                 self._tell("before_step", batch)
                 start += time.perf_counter() - looked  # what hooks do here is no part of the step's time
-                self.engine.start_step(number, rates)
+                self.engine.start_step(number, rate)
                 self.is_updating = ready.plan.spec.memory.fused
             self.engine.micro_step(batch, first=first, last=last)
             if first:
                 self._tell("during_step")
         self.is_updating = True
         saves_now = self.ranks.size > 1 and self.checkpoints.is_asked()
-        done = self.engine.update(number, rates, self.interrupt.exit_code or int(saves_now))  # codes are above 1
+        done = self.engine.update(number, rate, self.interrupt.exit_code or int(saves_now))  # codes are above 1
         self._tell("after_update")
         self.exit_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
@@ -162,7 +163,7 @@ class Loop:
             epoch=batch.epoch,
             loss=done.loss,
             norm=done.norm,
-            lr=ready.trains.schedule.learning_rate(step),
+            lr=rate,
             time_ms=1e3 * seconds,
             tokens=tokens * self.ranks.size,
             trained_tokens=done.num_tokens,
@@ -172,7 +173,6 @@ class Loop:
             memory_mib=ready.backend.peak_bytes() / MIB,
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,
             sent_error=done.sent_error,
-            adapters=of_groups(done.groups, rates),
         )
         self._after(record, done)
         return batch

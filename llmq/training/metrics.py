@@ -11,7 +11,7 @@ import numpy as np
 from llmq.training.hooks import Hook, RunView
 from llmq.training.progress import Progress
 from llmq.training.records import TrainRecord
-from llmq.training.result import AdapterResult, TrainResult
+from llmq.training.result import TrainResult
 
 
 class Metrics(Hook):
@@ -47,6 +47,5 @@ class Metrics(Hook):
             tokens_per_second=speed,
             sol=light_s * speed if steady else None,
             first_step_s=self._first_step_s,
-            adapters={name: AdapterResult(one.train_loss, one.eval_loss, None) for name, one in now.groups.items()},
             **about,
         )

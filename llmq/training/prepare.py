@@ -20,7 +20,6 @@ from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
-from llmq.options.sweep import MemberOptions, read_members
 from llmq.plan import memory, precision, sharding
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
@@ -29,7 +28,7 @@ from llmq.plan.spec import Spec
 from llmq.training import auto
 from llmq.training.describe import describe, describe_dry
 from llmq.training.earlier_run import EarlierRun
-from llmq.training.exports import OpenedExports, open_members, open_model
+from llmq.training.exports import OpenedExports, open_model
 from llmq.training.facts import Facts, facts_of
 from llmq.training.fit import NUMBERS, Fit, chosen
 from llmq.training.gpu_log import GpuWatch
@@ -57,7 +56,6 @@ class Start:
     earlier: EarlierRun
     source: ModelSource
     values: Values
-    members: tuple[MemberOptions, ...]
     seed: int
     is_dry: bool
     early: list[str]
@@ -82,12 +80,12 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     """Everything that can be refused before the first allocation, and the sections of the log."""
     questions = _check_files(log)
     start = _start(options, log, ranks)
-    named = NamedRunData(options, start.members, start.source, log, start.earlier, plans_only=start.is_dry)
+    named = NamedRunData(options, start.source, log, start.earlier, plans_only=start.is_dry)
     dtypes, _ = _resolve_precision(options, start.source.config, start)
     trains = named.open(device.packing_problem(start.device, dtypes.model), ranks.size, start.early)
     of_model = (trains.config, *trains.tokens, trains.data.train.num_virtual)
     samples = open_samples(questions, log.sample_tokens, start.source, *of_model)
-    facts = facts_of(trains, dtypes, start.device, start.seed, samples, ranks, start.members)
+    facts = facts_of(trains, dtypes, start.device, start.seed, samples, ranks)
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
@@ -135,7 +133,7 @@ def _check_files(log: RunLog) -> list[Question]:
 def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     """What the run starts from. UsageError also if ranks cannot copy on the device as they are asked to."""
     early = [ranks.said] if ranks.said else []
-    members, dry = read_members(options), is_dry(options.run)
+    dry = is_dry(options.run)
     where = ranks.device or device.pick_device(options.system)
     sharding.refuse_copies(options.sharding, where.kind)
     seed = device.seed_of(options.system)
@@ -143,7 +141,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     source = open_source(options.model, early.append, num_ids, plan_only=dry)
     # A resumed run needs no files but for frozen rows.
     values = partial(initial_parameters, source, seed=seed) if earlier.path else open_parameters(source, seed)
-    return Start(log, ranks, where, earlier, source, values, members, seed, dry, early)
+    return Start(log, ranks, where, earlier, source, values, seed, dry, early)
 
 
 def _resolve_precision(options: Options, config: ModelConfig, start: Start) -> tuple[Precision, bool]:
@@ -228,14 +226,10 @@ def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[
 
 
 def _open_exports(options: Options, trains: RunData, plan: Plan, start: Start) -> OpenedExports:
-    """Where the model goes, or the adapter, or each of several, and what is to be known of the base of --adapter."""
-    replaces, source, members = start.earlier.replaces_model, start.source, trains.members
-    if members:
-        opened = open_members(options, source, {m.name: m.tokens for m in members}, plan, replaces=replaces)
-    else:
-        opened = open_model(options, source, trains.tokens, plan, start.values, replaces=replaces)
-    every = [options.adapters, *(member.options.adapters for member in members)]
-    of_base = [text for one in every for text in adapters.base_notes(one, source, plan.held_base, start.seed)]
+    """Where the model goes, or the adapter, and what is to be known of the base of --adapter."""
+    replaces, source = start.earlier.replaces_model, start.source
+    opened = open_model(options, source, trains.tokens, plan, start.values, replaces=replaces)
+    of_base = adapters.base_notes(options.adapters, source, plan.held_base, start.seed)
     return replace(opened, notices=(*opened.notices, *of_base))
 
 
@@ -257,12 +251,11 @@ def _first_values(options: Options, planned: Planned, start: Start) -> Values:
     """What gives rows as they are before the first step."""
     method, given = planned.plan.spec.adapters, planned.found.first
     of_model = (start.source, start.values, start.seed)
-    return adapters.first_values(options.adapters, method, *of_model, given, start.members)
+    return adapters.first_values(options.adapters, method, *of_model, given)
 
 
 def _with_advice(run: Ready, given: Mapping[str, object]) -> Results:
     """The results with what the options that are `given` and the data give to think about."""
-    rates = {one.name: one.schedule.peak for one in run.trains.members} or {"": run.trains.schedule.peak}
-    found = (text for who, peak in rates.items() for text in rate_warnings(peak, who))
+    found = rate_warnings(run.trains.schedule.peak)
     notices = (*run.results.notices, *without_effect(run, given))
     return replace(run.results, notices=notices, warnings=(*run.results.warnings, *run.data.warnings(), *found))

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import GroupResult, Rates, StepResult
+from llmq.engine.engine import StepResult
 from llmq.training.health import Course
 from llmq.training.records import to_json
 
-Own = TypeVar("Own", bound="GroupProgress")
-
 
 @dataclass(frozen=True)
-class GroupProgress:
-    """How a group of rows trains, such as one of several adapters: consecutive steps up to this one that changed
-    nothing, as they were not finite, sum and number of the steps' losses since the newest evaluation, the loss of this
-    step, and that of the evaluation, if there was one. Losses are nats per trained token."""
+class Progress:
+    """A run after `step` updates. Losses are nats per trained token.
+
+    `rejected` are consecutive steps up to this one that changed nothing, as they were not finite; `losses` sum and
+    number of the steps' losses since the newest evaluation. `stored` and `read` are the way to a checkpoint's state and
+    back; the step is in the checkpoint's name.
+    """
 
     rejected: int = 0
     losses: tuple[float, int] = (0.0, 0)
-    train_loss: float = math.nan
-    eval_loss: float | None = None
-
-    def stepped(self: Own, loss: float, *, applied: bool, **more: Any) -> Own:
-        """After one more step."""
-        losses = (self.losses[0] + loss, self.losses[1] + 1)
-        rejected = 0 if applied else self.rejected + 1
-        return replace(self, rejected=rejected, losses=losses, train_loss=loss, **more)
-
-    def evaluated_as(self: Own, loss: float, **more: Any) -> Own:
-        """After an evaluation."""
-        return replace(self, losses=(0.0, 0), eval_loss=loss, **more)
-
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean of the steps' losses since the newest evaluation."""
-        return self.losses[0] / self.losses[1] if self.losses[1] else None
-
-
-@dataclass(frozen=True)
-class Progress(GroupProgress):
-    """A run after `step` updates, with those groups of rows that have names.
-
-    `stored` and `read` are the way to a checkpoint's state and back; the step is in the checkpoint's name.
-    """
-
-    eval_loss: float = math.nan
+    train_loss: float = math.nan  # of this step
+    eval_loss: float = math.nan  # of the newest evaluation
     step: int = 0
     position: int = 0  # samples taken
     stream: Mapping[str, int] | None = None  # of a stream: where the next sample begins
@@ -57,7 +33,11 @@ class Progress(GroupProgress):
     evaluated: int = 0  # step of the newest evaluation
     moments_from: int = 0  # step at which the optimizer's moments were zero
     rate_from: int = 0  # step at which the schedule began
-    groups: Mapping[str, GroupProgress] = field(default_factory=dict)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean of the steps' losses since the newest evaluation."""
+        return self.losses[0] / self.losses[1] if self.losses[1] else None
 
     def reset(self, resets: Collection[str]) -> Progress:
         """With what --reset names begun at this step."""
@@ -70,27 +50,22 @@ class Progress(GroupProgress):
             fresh |= {"position": 0, "stream": None}
         return replace(self, **fresh)
 
-    def group(self, name: str) -> GroupProgress:
-        """That of a group of rows, which may not have begun."""
-        return self.groups.get(name, GroupProgress())
-
     def after(self, batch: Batch, done: StepResult) -> Progress:
         """After the update that ends with a batch."""
-        named = (one for one in done.groups if one.name)
-        return self.stepped(
-            done.loss,
-            applied=done.applied,
+        return replace(
+            self,
+            rejected=0 if done.applied else self.rejected + 1,
+            losses=(self.losses[0] + done.loss, self.losses[1] + 1),
+            train_loss=done.loss,
             step=self.step + 1,
             position=batch.position,
             stream=batch.stream,
             course=self.course.after(done.loss, done.norm),
-            groups={one.name: self.group(one.name).stepped(one.loss, applied=one.applied) for one in named},
         )
 
-    def after_evaluation(self, loss: float, groups: Mapping[str, float]) -> Progress:
-        """After an evaluation at this step: the loss of all, and of those groups that have held-out data."""
-        found = {name: self.group(name).evaluated_as(own) for name, own in groups.items()}
-        return self.evaluated_as(loss, evaluated=self.step, groups={**self.groups, **found})
+    def after_evaluation(self, loss: float) -> Progress:
+        """After an evaluation at this step."""
+        return replace(self, losses=(0.0, 0), eval_loss=loss, evaluated=self.step)
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -106,7 +81,6 @@ class Progress(GroupProgress):
             "eval_loss": to_json(self.eval_loss),
             "moments_from": self.moments_from,
             "rate_from": self.rate_from,
-            **({"adapters": {name: to_json(asdict(one)) for name, one in self.groups.items()}} if self.groups else {}),
         }
 
     @classmethod
@@ -125,23 +99,4 @@ class Progress(GroupProgress):
             eval_loss=float(state["eval_loss"]),
             moments_from=state.get("moments_from", 0),
             rate_from=state.get("rate_from", 0),
-            groups={name: _group(one) for name, one in state.get("adapters", {}).items()},
         )
-
-
-def of_groups(groups: Sequence[GroupResult], rates: Rates) -> dict[str, dict[str, Any]] | None:
-    """What a step's record has of each group of rows that has a name, with its rate; None where there is none."""
-    each = rates if isinstance(rates, Sequence) else [rates] * len(groups)
-    found = {}
-    for one, rate in zip(groups, each, strict=True):
-        numbers = {"loss": one.loss, "norm": one.norm, "lr": rate, "trained_tokens": one.num_tokens}
-        found[one.name] = {**numbers, "applied": one.applied}
-    found.pop("", None)
-    return found or None
-
-
-def _group(state: Mapping[str, Any]) -> GroupProgress:
-    total, count = state["losses"]
-    held_out = state["eval_loss"]
-    last = (float(state["train_loss"]), None if held_out is None else float(held_out))
-    return GroupProgress(state["rejected"], (float(total), count), *last)

@@ -29,9 +29,6 @@ class TrainRecord:
     memory_mib: float | None = None  # most that was in use so far
     real_tokens: int | None = None  # without padding
     sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
-    adapters: Mapping[str, Mapping[str, Any]] | None = (
-        None  # loss, norm, lr, trained_tokens, applied of each of several
-    )
 
     @property
     def tps(self) -> float:
@@ -50,7 +47,6 @@ class EvalRecord:
     time_ms: float
     tokens: int
     trained_tokens: int
-    adapters: Mapping[str, Mapping[str, Any]] | None = None  # loss, train_loss, trained_tokens of each of several
 
     @property
     def tps(self) -> float:
@@ -75,8 +71,8 @@ class GpuRecord:
     memory_percent: int | None = None  # of the time in which its memory was read or written
 
 
-TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord) if f.name != "adapters"), "tps", "time")  # the numbers
-EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord) if f.name != "adapters"), "tps", "time")
+TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps", "time")  # the numbers
+EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps", "time")
 GPU_COLUMNS = (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time")  # the numbers
 
 
@@ -102,15 +98,9 @@ def eval_line(r: EvalRecord, num_steps: int) -> str:
     return f"[V] {_place(r, num_steps)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
 
 
-def adapters_line(r: TrainRecord | EvalRecord) -> str:
-    """`[A] step     7 | loss | low   3.141593 | high   2.718282`: the loss of each of several adapters, or `eval`."""
-    losses = (f"{name} {one['loss']:10.6f}" for name, one in (r.adapters or {}).items())
-    return " | ".join([f"[A] step {r.step:5d}", "eval" if isinstance(r, EvalRecord) else "loss", *losses])
-
-
 def values_of(r: TrainRecord | EvalRecord) -> dict[str, Any]:
-    """What the log's file has of a record: without adapters where there are not several."""
-    return {name: value for name, value in {**asdict(r), "tps": r.tps}.items() if name != "adapters" or value}
+    """What the log's file has of a record."""
+    return {**asdict(r), "tps": r.tps}
 
 
 def gpu_line(r: GpuRecord) -> str:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmq.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class AdapterResult:
-    """One of several adapters that a run made: its losses as of the run (None without held-out data), and its folder,
-    None if it is ruined."""
-
-    train_loss: float
-    eval_loss: float | None
-    path: Path | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +27,6 @@ class TrainResult:
     first_step_s: float = math.nan  # from the call to the end of the first step
     model_path: Path | None = None
     merged_path: Path | None = None  # of --merge
-    adapters: Mapping[str, AdapterResult] = field(default_factory=dict)  # of --adapters, by name
     log_path: Path | None = None
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()

@@ -53,8 +53,7 @@ def check_disk(run: Ready, done: int) -> dict[str, tuple[Path, int]]:
     one = checkpoint_bytes([each.tensor for each in run.checkpoint_slices])
     saved = (run.results.checkpoints.folder, run.results.checkpoints.peak_bytes(one, first, max(first, last)))
     needs = {"the checkpoints": saved}
-    named = [f"adapter {one.name}" for one in run.trains.members] or ["the model", "the merged model"]
-    for what, export in zip(named, run.results.exports, strict=False):
+    for what, export in zip(("the model", "the merged model"), run.results.exports, strict=False):
         needs[what] = (export.folder, export.check(room=not run.device.planned))
     if not run.device.planned:
         check_free_space(needs)

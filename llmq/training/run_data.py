@@ -1,78 +1,46 @@
-"""What a run trains on: its data, or that of each of several adapters, and the steps that follow from it."""
+"""What a run trains on: its data, and the steps that follow from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from llmq.adapters import resolve as adapters
 from llmq.data.batches.loader import Data, open_data
-from llmq.data.batches.named_data import NamedData, open_named
-from llmq.data.batches.several import SeveralData
+from llmq.data.batches.named_data import open_named
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS, Checkpoints
 from llmq.files.source import ModelSource
 from llmq.hardware import device
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options
-from llmq.options.sweep import MemberOptions
 from llmq.screen import Report
 from llmq.training.earlier_run import EarlierRun
 from llmq.training.exports import Tokens, exported_config, exported_tokenizer
 from llmq.training.log import RunLog
-from llmq.training.schedule import Schedule, make_schedule, num_steps, schedule_over
+from llmq.training.schedule import Schedule, make_schedule
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 
 
 @dataclass(frozen=True)
-class MemberRun:
-    """One of several adapters of a run: what its entry says, its options as those of a run of it alone, and what
-    follows from them."""
-
-    name: str
-    given: Mapping[str, Any]
-    options: Options
-    data: Data
-    schedule: Schedule
-    tokens: Tokens
-
-
-@dataclass(frozen=True)
 class RunData:
-    """The data of a run, its schedule, several adapters with theirs, and what the finished model is: its config, its
-    tokenizer and templates."""
+    """The data of a run, its schedule, and what the finished model is: its config, its tokenizer and templates."""
 
     data: Data
     schedule: Schedule
-    members: tuple[MemberRun, ...]
     config: ModelConfig
     tokens: Tokens
 
-    def rates(self, step: int) -> float | list[float]:
-        """The learning rate of a step, or that of each of several adapters."""
-        if not self.members:
-            return self.schedule.learning_rate(step)
-        return [member.schedule.learning_rate(step) for member in self.members]
-
 
 class NamedRunData:
-    """The data that a run, or each of several adapters, names, which is tokenized if it is not."""
+    """The data that a run names, which is tokenized if it is not."""
 
     def __init__(
-        self,
-        options: Options,
-        members: Sequence[MemberOptions],
-        source: ModelSource,
-        log: RunLog,
-        earlier: EarlierRun,
-        *,
-        plans_only: bool,
+        self, options: Options, source: ModelSource, log: RunLog, earlier: EarlierRun, *, plans_only: bool
     ) -> None:
-        self._options, self._members, self._source, self._log, self._earlier = options, members, source, log, earlier
-        self._runs = {one.name: one.options for one in members} or {"": options}
+        self._options, self._source, self._log, self._earlier = options, source, log, earlier
         # Lines on data go below the log's section on it, but those on work that takes place.
         about: dict[str, Any] = {"plan_only": plans_only, "say": log.say, "note": log.about_data}
 
@@ -80,48 +48,34 @@ class NamedRunData:
             earlier.refuse_to_mix(options)  # now, as tokenizing may take hours
             return log.task(title)
 
-        self._named = {name: open_named(own.source, source, **about, task=task) for name, own in self._runs.items()}
+        self._named = open_named(options.source, source, **about, task=task)
 
     def open(self, cannot_pack: str | None, size: int, notices: list[str]) -> RunData:
         """All of it, on `size` ranks; `cannot_pack` says why the device cannot run packed rows, if it cannot."""
-        each = {name: self._open_one(name, cannot_pack, size) for name in self._runs}
-        data = SeveralData.of(each) if self._members else each[""]
+        data = self._open(cannot_pack, size)
         if self._earlier.path and "data" not in self._earlier.checkpoints.resets:
             data.layout.refuse_other(self._earlier.state)
         config = exported_config(self._source, data, notices)
-        schedule = self._schedule(each, data)
-        members = tuple(self._member_run(one, each[one.name], schedule) for one in self._members)
-        first: NamedData | None = next(iter(self._named.values()))
-        return RunData(data, schedule, members, config, exported_tokenizer(self._source, first, data))
+        return RunData(data, self._schedule(data), config, exported_tokenizer(self._source, self._named, data))
 
-    def _open_one(self, name: str, cannot_pack: str | None, size: int) -> Data:
-        options, config = self._runs[name], self._source.config
-        about: dict[str, Any] = {"tokenizer": self._source.required_tokenizer, "named": self._named[name]}
+    def _open(self, cannot_pack: str | None, size: int) -> Data:
+        options, config = self._options, self._source.config
+        about: dict[str, Any] = {"tokenizer": self._source.required_tokenizer, "named": self._named}
         if (trained := adapters.resolve(options.adapters, config)).num_virtual:
             about["num_virtual"] = trained.num_virtual
         seed = device.seed_of(options.system)
         return open_data(options.data, config.vocab_size, seed, world=size, cannot_pack=cannot_pack, **about)
 
-    def _member_run(self, one: MemberOptions, data: Data, of_run: Schedule) -> MemberRun:
-        """One of several adapters in a run with a schedule. UsageError."""
-        schedule = schedule_over(one.options.schedule, of_run.steps, of_run.start)
-        tokens = exported_tokenizer(self._source, self._named[one.name], data)
-        return MemberRun(one.name, one.given, one.options, data, schedule, tokens)
-
-    def _schedule(self, each: Mapping[str, Data], data: Data) -> Schedule:
+    def _schedule(self, data: Data) -> Schedule:
         """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for.
 
-        Of several adapters it ends when every one has seen its data. Without data, an epoch is long enough for any.
+        Without data, an epoch is long enough for any run.
         """
         earlier = self._earlier
         if data.is_there:
             _check_best(earlier.checkpoints, data, evaluates=self._log.eval_due(0, last=True))
         start = earlier.step if "lr" in earlier.checkpoints.resets else earlier.state.get("rate_from", 0)
-        if self._members:
-            found = (num_steps(own.schedule, *_samples(each[name])) for name, own in self._runs.items())
-            schedule = schedule_over(self._options.schedule, max(found), start)
-        else:
-            schedule = make_schedule(self._options.schedule, *_samples(data), start)
+        schedule = make_schedule(self._options.schedule, *_samples(data), start)
         if earlier.step > schedule.steps:
             raise UsageError(
                 f"{earlier.path} is of step {earlier.step}, and this run ends after {schedule.steps}: raise --steps or "

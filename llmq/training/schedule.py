@@ -89,11 +89,7 @@ def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per
 
     UsageError if warmup and cooldown do not fit.
     """
-    return schedule_over(options, num_steps(options, num_windows, windows_per_step), start)
-
-
-def schedule_over(options: ScheduleOptions, steps: int, start: int = 0) -> Schedule:
-    """The schedule of a run of `steps`, which began at step `start`. UsageError as above."""
+    steps = num_steps(options, num_windows, windows_per_step)
     own = max(steps - start, 0)
     problems = list(options.too_short(own)) if own else []
     if problems:

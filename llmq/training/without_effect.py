@@ -120,9 +120,6 @@ def without_effect(run: Ready, given: Mapping[str, Any]) -> Iterator[str]:
     for row in TABLE:
         if (keys := [key for key in row.keys if key in left]) and row.when(run):
             yield _line({key: left.pop(key) for key in keys}, row.why)
-    members = run.trains.members
-    if replaced := {key: left[key] for key in left if members and all(key in one.given for one in members)}:
-        yield _line(replaced, "where each entry of --adapters has its own")
 
 
 def _line(options: Mapping[str, Any], why: str) -> str:

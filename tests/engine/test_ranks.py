@@ -12,7 +12,6 @@ from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.part import PartOfModel
-from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
@@ -39,14 +38,11 @@ COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
 _TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
 _SOME = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
 _GAINS = scaled(chosen("k_proj,v_proj,down_proj", CONFIG))
-_SEVERAL = Several((Member("one", Lora(4, 8.0, _TARGETS), 1, 3), Member("two", Lora(4, 8.0, _SOME, plus=2.0), 1, 5)))
 RUNS = {
     "adapters": Run(more={"adapters": Lora(4, 8.0, _TARGETS, bias="all")}),
     "adapters-e4m3": Run(
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Lora(4, 8.0, _TARGETS, base="e4m3")}
     ),
-    "several": Run(more={"adapters": _SEVERAL}),
-    "several-fp8": Run(replace(PRECISIONS["fp8-head"], master="fp32", grad="fp32"), more={"adapters": _SEVERAL}),
     "magnitudes": Run(more={"adapters": Lora(4, 8.0, _SOME, dora=True, also=frozenset({"embed.weight"}), plus=4.0)}),
     "magnitudes-fp32": Run(
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Lora(4, 8.0, _SOME, base="e4m3", dora=True)}
@@ -83,7 +79,7 @@ SOME_LEVELS = pytest.mark.parametrize(
     [
         pytest.param("fp8", 2, marks=SLOW),
         ("fp32-master", 3),
-        *(pytest.param(name, 2, marks=SLOW) for name in ("several", "prefix")),
+        pytest.param("prefix", 2, marks=SLOW),
         pytest.param("prompt", 3, marks=SLOW),
         *(pytest.param(name, size, marks=SLOW if size == 2 else SWEEP) for name in RUNS for size in (1, 2, 3, 4, 8)),
     ],

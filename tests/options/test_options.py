@@ -19,7 +19,7 @@ UNSET = """
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     vocab_size steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
     reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
-    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter adapters base_dtype train_only
+    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget
     prompt_tuning prompt_init prompt_init_text prefix_tuning
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final

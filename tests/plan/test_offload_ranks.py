@@ -12,7 +12,6 @@ from ranks import CONFIG, LEVELS, Run, on_ranks, rank_batch, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD, PRECISIONS, engine_of, plan_of
 
 from llmq.adapters.lora import Lora
-from llmq.adapters.several import Member, Several
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.plan.memory import RESIDUAL, Memory
@@ -40,8 +39,6 @@ RUNS = {
 }
 _TARGETS = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
 RUNS["adapters"] = Run(more={"adapters": Lora(4, 8.0, _TARGETS, base="e4m3")}, micro_steps=2)
-_MEMBERS = [Member("one", Lora(4, 8.0, _TARGETS), 1, 3), Member("two", Lora(4, 8.0, _TARGETS, plus=2.0), 1, 5)]
-RUNS["several"] = Run(more={"adapters": Several(tuple(_MEMBERS))})
 SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 
 

@@ -110,48 +110,6 @@ def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> N
     assert (done.url, done.num_steps) == (run.url, 6)
 
 
-def test_several_adapters_have_metrics_each(tmp_path: Path, fake: SimpleNamespace) -> None:
-    with RunLog(LogOptions(name="try", log_file=str(tmp_path / "log.jsonl")), io.StringIO()) as log:
-        log.options({"name": "try"})
-        log.begin()
-        for step in (1, 2):
-            each = {
-                name: {"loss": at / step, "norm": at, "lr": 1e-4 * at, "trained_tokens": 256, "applied": at < 3}
-                for name, at in (("low", 2), ("high", 3))
-            }
-            log.train(TrainRecord(step, step / 6, 2.5 / step, 1.0, 1e-4, 100.0, 512, 512, adapters=each))
-        held_out = {"low": {"loss": 0.5, "train_loss": None, "trained_tokens": 64}}
-        log.evaluation(EvalRecord(2, 2 / 6, 0.5, 1.0, 50.0, 512, 64, adapters=held_out))
-    export_wandb(tmp_path / "log.jsonl")
-    (call,) = fake.calls
-    logged = fake.runs[call["id"]].logged
-    assert logged[2]["train/loss"] == 1.25 and logged[2]["train/low/loss"] == 1 and logged[2]["train/high/norm"] == 3
-    assert logged[1]["train/high/lr"] == pytest.approx(3e-4) and "train/high/tps" not in logged[1]
-    assert logged[2]["eval/low/loss"] == 0.5 and "eval/high/loss" not in logged[2]
-    assert "eval/low/train_loss" not in logged[2]
-    whole = read_log(tmp_path / "log.jsonl")
-    low, high = whole.adapters
-    assert (low.name, high.name) == ("try/low", "try/high") and high.eval["step"].size == 0
-    assert high.train["applied"].tolist() == [0, 0] and low.train["tps"].tolist() == whole.train["tps"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("adapters", "says"),
-    [
-        ('["low"]', "adapters are not objects by name"),
-        ('{"low": {"loss": "much"}}', "not a number: low's loss is 'much'"),
-    ],
-)
-def test_a_record_of_broken_adapters_is_named(tmp_path: Path, adapters: str, says: str) -> None:
-    path = write_run(tmp_path)
-    lines = path.read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if '"type": "train"' in line)
-    lines[at] = lines[at].removesuffix("}") + f', "adapters": {adapters}}}'
-    path.write_text("\n".join([*lines, ""]))
-    with pytest.raises(DataError, match=f"line {at + 1}: {says}"):
-        read_log(path)
-
-
 def test_steps_keep_their_times_and_a_project_has_a_default(tmp_path: Path, fake: SimpleNamespace) -> None:
     path = write_run(tmp_path)
     export_wandb(path)

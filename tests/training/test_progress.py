@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from llmq.training.health import Course
-from llmq.training.progress import GroupProgress, Progress
+from llmq.training.progress import Progress
 
 FAR = Progress(
     step=7,
@@ -21,7 +21,6 @@ FAR = Progress(
     eval_loss=2.25,
     moments_from=3,
     rate_from=4,
-    groups={"low": GroupProgress(1, (3.5, 2), math.inf, 2.5), "high": GroupProgress(0, (1.5, 1), 1.5)},
 )
 
 
@@ -41,7 +40,6 @@ def test_all_of_it_is_stored():
 def test_the_names_are_those_of_earlier_releases():
     names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss"}
     assert Progress().stored.keys() == names | {"moments_from", "rate_from"}
-    assert FAR.stored.keys() == Progress().stored.keys() | {"adapters"}
 
 
 @pytest.mark.parametrize("name", ["stream", "rejected", "course", "moments_from", "rate_from"])

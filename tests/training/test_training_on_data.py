@@ -127,37 +127,6 @@ def test_a_folder_that_hides_a_data_set_is_noticed(given, tmp_path):
     assert f"--data gsm8k is {tmp_path / 'gsm8k'}, not the data set of that name" in given["console"].getvalue()
 
 
-@pytest.mark.slow
-def test_adapters_at_once_have_data_of_their_own(given):
-    """Rows with masks and text, tokenized for each, and templates of what each has seen."""
-    save_source(423, *MARKERS)
-    Path("template.jinja").write_text(CHAT_TEMPLATE)
-    Path("text.txt").write_text("".join(f"Line {n} of a long text.\n" for n in range(400)))
-    entries = {
-        "rows": {},
-        "chats": {"chat_template": "template.jinja", "train_on": "all"},
-        "text": {"data": "text.txt", "eval_fraction": 0.2},
-    }
-    Path("sweep.yaml").write_text(json.dumps([{"name": name, **own} for name, own in entries.items()]))
-    common = {**given, "lora_rank": 4, "batch_size": 3, "learning_rate": 1e-2, "eval_num_steps": 0}
-    done = llmq.train(**common, adapters="sweep.yaml")
-    said = given["console"].getvalue()
-    assert "rows: layout" in said and "text.txt: tokenizing into" in said and "rows.jsonl: tokenizing into" in said
-    for log in read_log(done.log_path).adapters:
-        about = {**common, "batch_size": 1, "name": log.adapter, "console": io.StringIO(), **entries[log.adapter]}
-        alone = llmq.train(**about)
-        np.testing.assert_allclose(log.train["loss"], read_log(alone.log_path).train["loss"], rtol=2e-5)
-        own = done.adapters[log.adapter]
-        assert own.eval_loss == pytest.approx(alone.eval_loss, rel=2e-5)
-        for file in ("tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
-            assert (own.path / file).read_text() == (alone.model_path / file).read_text()
-    templates = {
-        name: json.loads((one.path / "tokenizer_config.json").read_text()).get("chat_template")
-        for name, one in done.adapters.items()
-    }
-    assert templates["chats"] == CHAT_TEMPLATE and templates["text"] != CHAT_TEMPLATE
-
-
 def test_what_is_said_of_tokenized_data_stands_below_the_options(given):
     llmq.train(**given)
     again = io.StringIO()

@@ -59,7 +59,7 @@ def test_multiples_are_saved_and_never_rotated_out(given):
 
 def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
     losses = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
     llmq.train(**given, **BEST)
     assert steps() == [8, 12] and read_manifest(SAVED / "step-00000008").metrics == {"eval/loss": 1.0}
 
@@ -85,7 +85,7 @@ def one_batch_an_evaluation(monkeypatch):
 
 def test_the_best_is_that_of_all_runs_of_the_folder(given, monkeypatch):
     losses = iter([1.0, 2.0, 1.5])
-    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
     llmq.train(**{**given, "steps": 4}, **BEST)
     llmq.train(**{**given, "continue": "newest", "overwrite": True}, **BEST)
     assert steps() == [4, 12]
@@ -102,7 +102,7 @@ def test_the_best_needs_evaluations(given):
 def test_an_evaluation_that_is_due_with_a_save_counts_for_the_best(given, monkeypatch):
     """Step 4 is saved in any case; step 6, which is worse than it and better than step 2, is not."""
     losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate_groups", lambda self, batch: {"": (next(losses, 5.0), 1)})
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
     llmq.train(**{**given, "eval_every_n_steps": 2}, **{**BEST, "ckpt_interval": 4, "ckpt_keep_n": 0})
     assert steps() == [2, 4, 8, 12]
 

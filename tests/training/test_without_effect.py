@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tiny_runs import on_weights
 
 import llmq
 from llmq.comm.environment import Place
@@ -87,14 +86,6 @@ def test_prompts_to_complete_give_evaluations_an_effect(given, tmp_path):
     prompts.write_text('{"tokens": [1, 2]}\n')
     asked = {"sample_prompts": str(prompts), "sample_tokens": 5, "eval_every_n_steps": 7, "eval_file": None}
     assert notices(given | asked) == []
-
-
-def test_what_every_entry_of_adapters_has_itself_is_not_of_the_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = on_weights(tmp_path)
-    (tmp_path / "sweep.yaml").write_text('[{"name": "a", "lora_rank": 2}, {"name": "b", "lora_rank": 4, "seed": 3}]')
-    (line,) = notices({**given, "adapters": "sweep.yaml", "lora_rank": 8, "seed": 2})
-    assert line == "--lora-rank 8 has no effect where each entry of --adapters has its own"
 
 
 @pytest.mark.parametrize(("launcher", "restarts"), [("llmq-launch", True), ("--gpus", True), ("another", False)])

@@ -21,7 +21,6 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 HEADER = {"type": "header", "schema": 1, "options": {"name": "x"}}
 TRAIN = {"type": "train", "step": 1, "loss": 2.0}
-SWEEP = "- {name: a, lora_rank: 2}\n"
 DEEP = "[" * 1500
 
 # What config.json says in model folders without weights.
@@ -95,18 +94,6 @@ TEXTS = {
     "config.yaml": "config: train.yaml\n",
     "deep.yaml": DEEP,
     "python.yaml": "model: !!python/object:os.system m\n",
-    "sweep.yaml": SWEEP,
-    "sweep-map.yaml": "name: a\n",
-    "sweep-empty.yaml": "",
-    "sweep-text.yaml": "- a\n",
-    "sweep-name.yaml": "- {lora_rank: 2}\n",
-    "sweep-slash.yaml": "- {name: a/b, lora_rank: 2}\n",
-    "sweep-twice.yaml": SWEEP + SWEEP,
-    "sweep-key.yaml": "- {name: a, lora_rnak: 2}\n",
-    "sweep-run.yaml": "- {name: a, lora_rank: 2, steps: 3}\n",
-    "sweep-value.yaml": "- {name: a, lora_rank: x}\n",
-    "sweep-rank.yaml": "- {name: a, lora_alpha: 3}\n",
-    "sweep-nested.yaml": "- {name: a, lora_rank: {x: 2}}\n",
     "prompts.txt": "Once\n",
     "prompts.jsonl": '{"question": "x"}\n',
     "prompts-torn.jsonl": '{"prompt": \n',

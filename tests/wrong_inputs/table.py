@@ -102,6 +102,7 @@ COMMAND_LINES = {
 --merge | --merge is for adapters: add --lora-rank
 --ia3 nothing | --ia3 nothing: no such linear map in a model
 --ia3 mlp --lora-rank 3 | --ia3 mlp trains gains, and --lora-rank is of
+--adapters sweep.yaml | several adapters at once are no longer there
 --lisa 2 | LISA is no longer there: use --lora-rank 16
 --prompt-tuning 16 | --seq-len 16 counts the 16 virtual tokens
 --prompt-tuning 2 --prefix-tuning 2 | --prompt-tuning 2 trains virtual tokens
@@ -111,21 +112,6 @@ COMMAND_LINES = {
 --train-only norm --lora-rank 2 | --train-only trains a part of the model, and
 --adapter a --lora-rank 2 | --lora-rank 2 is of a new adapter, and
 --adapter a --lora-alpha 2 | --lora-alpha 2 is said by --adapter a: leave
---adapters sweep.yaml --dora | --dora does not go with --adapters, which
---adapters sweep.yaml --lora-rank auto | --lora-rank auto does not go with --adapters
---adapters absent.yaml | --adapters absent.yaml cannot be read: No
---adapters m | --adapters m cannot be read: Is a directory
---adapters sweep-map.yaml | --adapters sweep-map.yaml must be a list with
---adapters sweep-text.yaml | sweep-text.yaml:1: an entry has keys: write
---adapters sweep-name.yaml | sweep-name.yaml:1: an adapter has no name
---adapters sweep-slash.yaml | sweep-slash.yaml:1: name 'a/b' is no
---adapters sweep-twice.yaml | sweep-twice.yaml:2: the name a is taken by
---adapters sweep-key.yaml | sweep-key.yaml:1: unknown option --lora-rnak
---adapters sweep-run.yaml | sweep-run.yaml:1: --steps is of the whole
---adapters sweep-rank.yaml | sweep-rank.yaml:1: a: --lora-alpha 3 is for
---adapters sweep-nested.yaml | sweep-nested.yaml:1: keys are flat: a key has
---adapters chats.jsonl | --adapters chats.jsonl is not YAML
---adapters sweep.yaml --batch-size 2 --sample-prompts prompts.txt | --sample-prompts prompts.txt completes by one
 --name a/b | --name 'a/b' cannot be part of a path: use
 --name .. | --name '..' cannot be part of a path: use
 --out-dir '' | --out-dir '' is empty: give a path, or leave
@@ -487,8 +473,6 @@ stray.bin | unexpected stray.bin: every option starts
 --model '' | --model '' is empty: give a path
 --model 'a b/c' | 'a b/c' is neither a local folder nor a name
 --seq-tiles 7 | --seq-tiles 7 does not divide the 4096 tokens
---adapters absent.yaml | --adapters absent.yaml cannot be read: No
---adapters sweep-key.yaml | sweep-key.yaml:1: unknown option --lora-rnak
 --bogus | --bogus
 stray | Got unexpected extra argument (stray)
 --longest --fit | --longest looks for the length in the
@@ -682,7 +666,6 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"verbosity": "loud"}, "--verbosity loud is not a whole number"),
     ({"memory_limit": 16}, "give a size above 0 with its unit"),
     ({"adapter": Path("a-rank")}, "r ('two')"),
-    ({"adapters": [{"name": "a"}]}, "is not text"),
     ({"reset": "all"}, "--reset all is not one of optimizer, data or lr"),
     ({"reset": 5}, "--reset 5 is not a list"),
     ({"save_best": True}, "is not one of eval/loss"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from llmq.changed import changed
 from llmq.ops.record import Call, Result
@@ -13,51 +13,41 @@ from llmq.tensor import Form, Ref
 
 MAKER, READER, BOTH = "swiglu_backward", "low_rank_backward", "swiglu_low_rank_backward"
 Rows = tuple[int, int]  # [start, stop) of the tokens
-Halves = Mapping[Rows, tuple[int, int]]  # by their rows, where the gradients of adapters of gate and of up are made
 
 
 def join(calls: Sequence[Call]) -> list[Call]:
     """The calls with `swiglu_low_rank_backward` in place of `swiglu_backward` and a `low_rank_backward` of each half.
 
     Where the gradient is read in rows alone, and the adapters of gate and up have one rank. It takes the place of
-    `swiglu_backward`. Of several adapters, which have rows each, there is one for each of them.
+    `swiglu_backward`.
     """
     if not any(call.op == READER for call in calls):
         return list(calls)
     reads = Counter(_key(ref) for call in calls for ref in call.inputs if ref is not None and ref.form is None)
-    made: dict[int, list[Call]] = {}
+    made: dict[int, Call] = {}
     taken: set[int] = set()
     for at, call in enumerate(calls):
         result = call.outputs[0]
         # Columns, or scales of blocks, are read by others: then the gradient has to reach memory after all.
         if call.op != MAKER or result is None or not all(form is None or _is_row(form) for form in result.forms):
             continue
-        halves = _halves(calls, at, result.ref)
-        places = [place for pair in halves.values() for place in pair]
+        places = _halves(calls, at, result.ref)
         if not places or not _may_move(calls, at, places):
             continue
         # Matmuls in bf16 read the plain value, too; those in fp8 read only its rows, and it is not written.
         is_read = reads[_key(result.ref)] > len(places)
         rows = changed(result, forms=tuple(form for form in result.forms if form is not None or is_read))
-        made[at] = [_joined(call, rows, own, calls[gate], calls[up]) for own, (gate, up) in halves.items()]
+        made[at] = _joined(call, rows, *(calls[place] for place in places))
         taken.update(places)
-    return [one for at, call in enumerate(calls) if at not in taken for one in made.get(at, [call])]
+    return [made.get(at, call) for at, call in enumerate(calls) if at not in taken]
 
 
-def _joined(call: Call, rows: Result, own: Rows, gate: Call, up: Call) -> Call:
-    """SwiGLU's gradient of its `own` tokens, with what adapters of gate and of up make of that."""
-    read = tuple(ref and _cut(ref, own) for ref in call.inputs)
-    made = changed(rows, ref=_cut(rows.ref, own))
-    outputs = (made, gate.outputs[0], up.outputs[0], gate.outputs[1], up.outputs[1])
+def _joined(call: Call, rows: Result, gate: Call, up: Call) -> Call:
+    """SwiGLU's gradient, with what adapters of gate and of up make of that."""
+    outputs = (rows, gate.outputs[0], up.outputs[0], gate.outputs[1], up.outputs[1])
     factors = (gate.inputs[1], up.inputs[1], gate.inputs[2], up.inputs[2])
     numbers = {"gate_alpha": gate.numbers["alpha"], "up_alpha": up.numbers["alpha"]}
-    return changed(call, op=BOTH, outputs=outputs, inputs=(*read, *factors), numbers=numbers)
-
-
-def _cut(ref: Ref, rows: Rows) -> Ref:
-    """These tokens of a tensor."""
-    start, stop = rows
-    return ref if stop - start == math.prod(ref.shape[:-1]) else ref.chunk(start, stop - start)
+    return changed(call, op=BOTH, outputs=outputs, inputs=(*call.inputs, *factors), numbers=numbers)
 
 
 def _is_row(form: Form) -> bool:
@@ -65,32 +55,26 @@ def _is_row(form: Form) -> bool:
     return form.layout == "row" and form.has_cell
 
 
-def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> Halves:
-    """Where the gradients of the adapters of gate and of up, of one rank, are made of all rows of d_gate_up; none if
-    they are not."""
-    width, every = d_gate_up.shape[-1] // 2, math.prod(d_gate_up.shape[:-1])
-    found: dict[Rows, dict[int, int]] = defaultdict(dict)
+def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> tuple[int, ...]:
+    """Where the gradients of the adapters of gate and of up, of one rank, are made of all of d_gate_up; nowhere if they
+    are not."""
+    width, every = d_gate_up.shape[-1] // 2, slice(0, math.prod(d_gate_up.shape[:-1]))
+    found: dict[int, int] = {}
     for place in range(at + 1, len(calls)):
         call = calls[place]
         if call.op != READER or (ref := call.inputs[0]) is None or _key(ref) != _key(d_gate_up):
             continue
         rows, columns = ref.window
-        half, own = columns.start // width, found[rows.start, rows.stop]
-        is_half = columns.start % width == 0 and columns.stop - columns.start == width
+        half, rest = divmod(columns.start, width)
+        is_half = rows == every and not rest and columns.stop - columns.start == width
         # The kernel makes both halves at once: anything else, such as ranks that differ, keeps its own calls.
-        if not is_half or half in own or None in call.outputs:
-            return {}
-        own[half] = place
-        done = [rows for rows, own in found.items() if len(own) == 2]
-        if sum(stop - start for start, stop in done) == every:
+        if not is_half or half in found or None in call.outputs:
+            return ()
+        found[half] = place
+        if len(found) == 2:
             break
-    ordered = sorted(found)
-    follows = [stop for _, stop in ordered[:-1]] == [start for start, _ in ordered[1:]]
-    if not ordered or not follows or (ordered[0][0], ordered[-1][1]) != (0, every):
-        return {}
-    if any(len(own) < 2 or len({_rank(calls[place]) for place in own.values()}) > 1 for own in found.values()):
-        return {}
-    return {rows: (found[rows][0], found[rows][1]) for rows in ordered}
+    ranks = {_rank(calls[place]) for place in found.values()}
+    return (found[0], found[1]) if len(found) == 2 and len(ranks) == 1 else ()
 
 
 def _rank(call: Call) -> int:

@@ -116,55 +116,13 @@ def test_sums_keep_what_they_are_added_to():
     assert [isinstance(x, Result) and x.accumulate for x in call.outputs] == [False, False, False, True, True]
 
 
-def of_rows(call: Call, start: int, count: int, name: str) -> Call:
-    """The same of some of the tokens, by an adapter of a name."""
-
-    def cut(ref: Ref) -> Ref:
+def test_an_adapter_of_some_tokens_keeps_its_own_calls():
+    def some(ref: Ref) -> Ref:
         if ref.space != "activation":
-            return replace(ref, name=f"{ref.name}_{name}")
+            return ref
         _, columns = ref.window
-        return ref.entire.chunk(start, count).columns(columns.start, columns.stop - columns.start)
+        return ref.entire.chunk(0, 2).columns(columns.start, columns.stop - columns.start)
 
-    outputs = tuple(replace(result, ref=cut(result.ref)) for result in call.outputs)
-    return replace(call, outputs=outputs, inputs=tuple(map(cut, call.inputs)))
-
-
-def adapter(start: int, count: int, name: str) -> list[Call]:
-    """What an adapter makes of its tokens, and what is made of its d_low."""
-    d_low = D_LOW.chunk(start, count)
-    down = recorded("linear_wgrad", (Ref(f"a_{name}", "grad", (32, 8), "fp32"),), (d_low, slot("x", 8)))
-    pull = recorded("linear_dgrad", (slot("d_x", 8).chunk(start, count),), (d_low, weight("a"), None))
-    return [*(of_rows(half(n), start, count, name) for n in (0, 1)), wanted(down, None), wanted(pull, None)]
-
-
-def test_adapters_with_rows_of_their_own_have_a_call_each():
-    one, two = adapter(0, 2, "one"), adapter(2, 4, "two")
-    made = join([wanted(MAKER, None, ROWS), *one, *two, DGRAD])
-    assert ops(made) == [*["swiglu_low_rank_backward"] * 2, *["linear_wgrad", "linear_dgrad"] * 2, "linear_dgrad"]
-    for call, (start, count), own in zip(made, ((0, 2), (2, 4)), (one, two), strict=False):
-        assert call.outputs[0].ref == D_GATE_UP.chunk(start, count) and call.outputs[0].forms == (ROWS,)
-        assert call.inputs[:2] == (D_ACT.chunk(start, count), GATE_UP.chunk(start, count))
-        assert [result.ref for result in call.outputs[1:3]] == [part.outputs[0].ref for part in own[:2]]
-        assert call.inputs[2:4] == tuple(part.inputs[1] for part in own[:2])
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        adapter(0, 2, "one"),
-        [*adapter(0, 2, "one"), *adapter(3, 3, "two")],
-        [*adapter(0, 3, "one"), *adapter(2, 4, "two")],
-        [*adapter(0, 2, "one"), adapter(2, 4, "two")[0]],
-    ],
-    ids=["some rows", "a gap", "an overlap", "gate alone"],
-)
-def test_rows_that_no_adapter_has_whole_leave_all_as_it_was(calls):
-    calls = [wanted(MAKER, None, ROWS), *calls, DGRAD]
-    assert join(calls) == calls
-
-
-def test_what_reads_rows_of_another_adapter_keeps_its_place():
-    one, two = adapter(0, 2, "one"), adapter(2, 4, "two")
-    reader = wanted(recorded("linear_forward", (slot("y", 8),), (D_LOW.chunk(3, 1), weight("a"), None, None)), None)
-    calls = [wanted(MAKER, None, ROWS), *one, reader, *two, DGRAD]
+    own = [replace(call, inputs=tuple(map(some, call.inputs))) for call in (half(0), half(1))]
+    calls = [wanted(MAKER, None, ROWS), *own, DGRAD]
     assert join(calls) == calls
