@@ -314,7 +314,7 @@ class ScheduleOptions(Section):
         elif cooldown and final == 1:
             yield f"--cooldown {cooldown} falls to {said}, which is the peak: use less (0 by default), or --cooldown 0"
         elif self.lr_schedule not in FALLING and not cooldown and final != 1:
-            yield f"{said} is never reached by --lr-schedule {self.lr_schedule}: set --cooldown, or use linear or cosine"
+            yield f"{said} is never reached by --lr-schedule {self.lr_schedule}: set --cooldown, or use linear"
 
     def warmup_steps(self, steps: int) -> int:
         """Steps of warmup in a run of `steps`: --warmup, or the part --warmup-ratio of them, rounded up."""
