@@ -1,156 +1,138 @@
 """Who is lost, by what the ranks say."""
 
+import pytest
+
 from llmq.comm.board import Beat, Watched, lost_ranks
 
 PATIENCE = 60.0
 
 
 class Board:
-    """What ranks have said, by their numbers."""
+    """Ranks that have said (collective, count, doing), and then nothing else for some seconds, although alive."""
 
-    def __init__(self, size):
-        self.ranks = {rank: Watched() for rank in range(size)}
+    def __init__(self, *ranks, seconds=0, alive=True):
+        self.ranks = {rank: Watched() for rank in range(len(ranks))}
+        for second in range(seconds + 1):
+            for number, (collective, count, doing) in enumerate(ranks):
+                if alive or not second:
+                    self.hear(number, collective, count, doing)
+            self.tick()
 
-    def heard(self, rank, beat, doing):
-        self.ranks[rank].hear(beat, doing)
+    def hear(self, rank, collective, count, doing="", step=3):
+        self.ranks[rank].hear(Beat(step, collective, count), doing)
 
     def tick(self):
         """A second."""
         for rank in self.ranks.values():
             rank.tick(1.0)
 
-    def lost(self):
-        return lost_ranks(self.ranks, len(self.ranks), PATIENCE)
+    def lost(self, size=None):
+        return {one.rank: one.why for one in lost_ranks(self.ranks, size or len(self.ranks), PATIENCE)}
 
 
-def lost_of(board):
-    return {one.rank: one.why for one in board.lost()}
+COMPUTES = ("gather", 8, ""), ("", 7, ""), ("gather", 8, "")
+STANDS = "it stands still for 61 s, and others wait for it"
+STUCK = "it does not come out of a collective for 61 s"
+SILENT = "no sign of life for 51 s: its process, or its machine, is stopped or cut off"
 
 
-def board_of(*ranks, seconds=0.0, alive=True):
-    """Ranks that have said (collective, count, doing), and then nothing else for some seconds, although alive."""
-    board = Board(len(ranks))
-    for second in range(int(seconds) + 1):
-        for number, (collective, count, doing) in enumerate(ranks):
-            if alive or not second:
-                board.heard(number, Beat(3, collective, count), doing)
-        board.tick()
-    return board
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "alive", "lost"),
+    [
+        (COMPUTES, 58, True, {}),
+        (COMPUTES, 60, True, {1: STANDS}),
+        ([("gather", 8, ""), ("reduce", 7, "")], 60, True, {1: STANDS}),
+        ([("", 7, "exporting"), ("gather", 8, "")], 3600, True, {}),
+        # rank 2 is in an earlier collective than rank 1, and waits for rank 0 as well
+        ([("", 6, "exporting"), ("gather", 8, ""), ("reduce", 7, "")], 3600, True, {}),
+        ([("", 7, "exporting"), ("", 7, ""), ("gather", 8, "")], 60, True, {1: STANDS}),
+        ([("", 7, ""), ("", 7, "")], 3600, True, {}),  # all compute
+        ([("gather", 8, ""), ("gather", 8, "")], 60, True, dict.fromkeys(range(2), STUCK)),
+        ([("", 8, ""), ("gather", 8, "")], 60, True, {1: STUCK}),
+        ([("", 8, "exporting"), ("", 8, "")], 50, False, dict.fromkeys(range(2), SILENT)),
+    ],
+)
+def test_ranks_that_stand_still_are_lost_where_others_wait_for_them(ranks, seconds, alive, lost):
+    assert Board(*ranks, seconds=seconds, alive=alive).lost() == lost
+
+
+def test_a_lost_rank_says_where_it_was_last_seen():
+    [one] = lost_ranks(Board(*COMPUTES, seconds=60).ranks, 3, PATIENCE)
+    assert str(one) == f"rank 1 is lost: {STANDS} (last seen in step 3, after collective 7)"
 
 
 def test_nobody_is_lost_while_all_advance():
-    board = board_of(("", 0, ""), ("", 0, ""))
+    board = Board(("", 0, ""), ("", 0, ""))
     for count in range(500):
         for rank in range(2):
-            board.heard(rank, Beat(count, "reduce", count), "")
+            board.hear(rank, "reduce", count, step=count)
         board.tick()
         assert not board.lost()
 
 
-def test_a_rank_that_computes_while_the_others_wait_is_lost_after_the_patience():
-    ranks = ("gather", 8, ""), ("", 7, ""), ("gather", 8, "")
-    assert lost_of(board_of(*ranks, seconds=58)) == {}
-    assert lost_of(board_of(*ranks, seconds=60)) == {1: "it stands still for 61 s, and others wait for it"}
-    [one] = board_of(*ranks, seconds=60).lost()
-    right = "rank 1 is lost: it stands still for 61 s, and others wait for it (last seen in step 3, after collective 7)"
-    assert str(one) == right
-
-
-def test_a_rank_in_an_earlier_collective_than_the_others_is_lost():
-    assert lost_of(board_of(("gather", 8, ""), ("reduce", 7, ""), seconds=60)).keys() == {1}
-
-
-def test_what_may_take_long_is_no_loss():
-    assert not lost_of(board_of(("", 7, "exporting"), ("gather", 8, ""), seconds=3600))
-
-
-def test_nor_are_the_ranks_that_wait_for_it_and_for_each_other():
-    """Rank 2 is in an earlier collective than rank 1, and waits for rank 0 as well."""
-    assert not lost_of(board_of(("", 6, "exporting"), ("gather", 8, ""), ("reduce", 7, ""), seconds=3600))
-
-
-def test_a_rank_beside_one_that_may_take_long_is_still_found():
-    ranks = ("", 7, "exporting"), ("", 7, ""), ("gather", 8, "")
-    assert lost_of(board_of(*ranks, seconds=60)).keys() == {1}
-
-
 def test_the_time_of_what_took_long_does_not_count_afterwards():
-    board = board_of(("", 7, "exporting"), ("gather", 8, ""), seconds=600)
-    board.heard(0, Beat(3, "", 7), "")
+    board = Board(("", 7, "exporting"), ("gather", 8, ""), seconds=600)
+    board.hear(0, "", 7)
     board.tick()
     assert not board.lost()
 
 
 def test_ranks_that_were_just_released_are_not_lost():
     """All have waited for ten minutes; what rank 0 does now has not reached what they say."""
-    board = board_of(("", 3, "exporting"), ("reduce", 4, ""), ("gather", 5, ""), seconds=600)
+    board = Board(("", 3, "exporting"), ("reduce", 4, ""), ("gather", 5, ""), seconds=600)
     for seconds in range(60):
-        for rank, beat in enumerate([Beat(3, "reduce", 4), Beat(3, "reduce", 4), Beat(3, "gather", 5)]):
-            board.heard(rank, beat, "")
+        for rank, (collective, count) in enumerate([("reduce", 4), ("reduce", 4), ("gather", 5)]):
+            board.hear(rank, collective, count)
         assert not board.lost(), seconds
         board.tick()
-    assert lost_of(board).keys() == {0, 1}
+    assert board.lost().keys() == {0, 1}
 
 
 def test_nor_are_those_in_a_collective_that_all_have_now_begun():
-    board = board_of(("", 3, "exporting"), ("reduce", 4, ""), ("reduce", 4, ""), seconds=600)
-    board.heard(0, Beat(3, "reduce", 4), "")
+    board = Board(("", 3, "exporting"), ("reduce", 4, ""), ("reduce", 4, ""), seconds=600)
+    board.hear(0, "reduce", 4)
     board.tick()
     assert not board.lost()
 
 
-def test_all_that_compute_for_long_are_not_lost():
-    assert not lost_of(board_of(("", 7, ""), ("", 7, ""), seconds=3600))
-
-
-def test_a_collective_that_all_have_begun_and_none_leaves_is_lost_with_all_in_it():
-    found = lost_of(board_of(("gather", 8, ""), ("gather", 8, ""), seconds=60))
-    assert found == dict.fromkeys(range(2), "it does not come out of a collective for 61 s")
-    assert lost_of(board_of(("", 8, ""), ("gather", 8, ""), seconds=60)).keys() == {1}
-
-
 def test_a_silent_rank_is_lost_before_those_that_wait_for_it():
-    board = board_of(("gather", 8, ""), ("gather", 8, ""))
+    board = Board(("gather", 8, ""), ("gather", 8, ""))
     for _ in range(46):
-        board.heard(0, Beat(3, "gather", 8), "")
+        board.hear(0, "gather", 8)
         board.tick()
-    assert lost_of(board).keys() == {1} and "no sign of life for 47 s" in lost_of(board)[1]
-
-
-def test_silence_counts_while_something_takes_long():
-    assert lost_of(board_of(("", 8, "exporting"), ("", 8, ""), seconds=50, alive=False)).keys() == {0, 1}
+    assert board.lost().keys() == {1} and "no sign of life for 47 s" in board.lost()[1]
 
 
 def test_a_rank_that_left_is_not_missed_until_others_wait_for_it():
-    board = board_of(("", 8, ""), ("", 8, ""))
+    board = Board(("", 8, ""), ("", 8, ""))
     board.ranks[1].leave()
     for _ in range(100):
-        board.heard(0, Beat(4, "", 8), "")
+        board.hear(0, "", 8, step=4)
         board.tick()
     assert not board.lost()
     for _ in range(60):
-        board.heard(0, Beat(4, "gather", 9), "")
+        board.hear(0, "gather", 9, step=4)
         assert not board.lost()
         board.tick()
-    assert lost_of(board) == {1: "it has ended, and others wait for it"}
+    assert board.lost() == {1: "it has ended, and others wait for it"}
 
 
 def test_a_rank_that_left_may_have_been_the_last_to_come():
-    board = board_of(("gather", 9, ""), ("", 8, "exporting"), seconds=100)
+    board = Board(("gather", 9, ""), ("", 8, "exporting"), seconds=100)
     board.ranks[1].leave()
     board.tick()
     assert not board.lost()
 
 
 def test_a_rank_that_failed_is_lost_at_once_with_its_reason():
-    board = board_of(("gather", 8, ""), ("", 7, ""))
+    board = Board(("gather", 8, ""), ("", 7, ""))
     board.ranks[1].problem = "it has failed with DataError: no data"
-    assert lost_of(board) == {1: "it has failed with DataError: no data"}
+    assert board.lost() == {1: "it has failed with DataError: no data"}
 
 
 def test_ranks_that_are_not_watched_yet_are_waited_for():
-    board = Board(1)
+    board = Board(("gather", 1, ""))
     for _ in range(1000):
-        board.heard(0, Beat(0, "gather", 1), "")
+        board.hear(0, "gather", 1)
         board.tick()
-    assert not lost_ranks(board.ranks, 2, PATIENCE)
+    assert not board.lost(size=2)

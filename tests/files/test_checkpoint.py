@@ -65,9 +65,10 @@ def started(given: CheckpointOptions, **how: bool) -> Path | None:
     return Checkpoints(given).start(print, **how)
 
 
-def test_all_comes_back_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_all_comes_back_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
     monkeypatch.setattr(writers, "FILE_BYTES", 300)
-    path = write(tmp_path / "new" / "folder", 12)
+    path = write(tmp_path / "new" / "folder", 12, in_memory=in_memory)
     assert path == tmp_path / "new" / "folder" / "step-00000012"
     assert len(list(path.glob("*.safetensors"))) > 1
     state, read = load(path)

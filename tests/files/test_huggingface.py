@@ -102,14 +102,6 @@ def test_export_converts_by_rounding(tmp_path, monkeypatch, dtype):
     assert from_folder(tmp_path / "m").dtype == dtype
 
 
-def test_files_hold_metadata_and_align(tmp_path):
-    write(tmp_path / "m", BASE)
-    raw = (tmp_path / "m" / WEIGHTS).read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"} and length % 8 == 0
-    assert len(raw) == 8 + length + export_bytes(parameter_rows(BASE), "fp32")
-
-
 def test_fp16_overflow_is_an_error(tmp_path):
     values = random_values(BASE)
     values["head.norm"][3] = 1e5
@@ -229,20 +221,7 @@ def test_mutated_files_give_one_clear_error_or_load(tmp_path):
     good = (folder / WEIGHTS).read_bytes()
     length = int.from_bytes(good[:8], "little")
     draw = random.Random(2)
-    words = [
-        b"F32",
-        b"BF16",
-        b"I8",
-        b"-1",
-        b"99999999999999999999",
-        b"null",
-        b"[]",
-        b"{",
-        b'"',
-        b"model",
-        b"shape",
-        b"0",
-    ]
+    words = b'F32 BF16 I8 -1 99999999999999999999 null [] { " model shape 0'.split()
     failed = 0
     for n in range(400):
         raw = bytearray(good)

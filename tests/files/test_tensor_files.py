@@ -71,6 +71,7 @@ def test_the_safetensors_library_reads_them(tmp_path: Path) -> None:
     assert list(dict.fromkeys(map(file_name, DTYPES.values()))) == list(OUR_NAMES) and OUR_NAMES["U8"] == "uint8"
     tensors = some_tensors()
     write(tmp_path, tensors)
+    assert int.from_bytes((tmp_path / "0.safetensors").read_bytes()[:8], "little") % 8 == 0, "values are aligned"
     with safe_open(tmp_path / "0.safetensors", "np") as file:
         assert sorted(file.keys()) == sorted(tensors) and file.metadata() == {"format": "pt"}
         for name, array in tensors.items():

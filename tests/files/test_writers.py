@@ -5,7 +5,6 @@ import itertools
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,6 @@ from checkpoint_files import save
 
 from llmq import disk
 from llmq.errors import StorageError
-from llmq.files import writers
 from llmq.files.checkpoint import find, load
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import Keep, TensorSlice, begin, commit, remove_unfinished, write_part
@@ -169,15 +167,3 @@ def test_a_folder_that_vanishes_is_an_error_of_storage(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", sync)
     with pytest.raises(StorageError, match="checkpoint cannot be written"):
         write(folder, 1)
-
-
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_many_files_have_the_same_tensors(tmp_path, monkeypatch, in_memory):
-    monkeypatch.setattr(writers, "FILE_BYTES", 800)
-    rng = np.random.default_rng(0)
-    tensors, reports = {f"t{n}": rng.standard_normal(50) for n in range(20)}, []
-    task = lambda title: nullcontext(lambda done, total: reports.append((done, total)))  # noqa: E731
-    path = save(tmp_path, 1, tensors, in_memory=in_memory, task=task)
-    _, read = load(path)
-    assert len(list(path.glob("*.safetensors"))) == 10 and reports[-1] == (20 * 400, 20 * 400)
-    assert all(np.array_equal(read(name), array) for name, array in tensors.items())
