@@ -1,7 +1,6 @@
 """A GPU that computes on the host: an H200 to whoever asks for the device, the NumPy backend to whoever opens it."""
 
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import fake_cuda
@@ -21,7 +20,6 @@ def install(monkeypatch, driver=None):
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
     monkeypatch.setattr(device, "measured_cuda_peak", lambda dtype: 7e14)
     module = ModuleType(BACKEND)
-    module.__spec__ = ModuleSpec(BACKEND, None)
     module.CudaBackend = open_backend
     monkeypatch.setitem(sys.modules, BACKEND, module)
     OPENED.clear()

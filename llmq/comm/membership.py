@@ -1,7 +1,7 @@
 """A rank among the others: it joins the store, says where it is, hears who is lost, and then ends.
 
 A rank that is killed is noticed at once, one that is stopped or cut off by its silence, and one that stands still by
-the others, which wait for it in a later collective (llmq/comm/board.py judges). What may take long is announced: see
+the others, which wait for it in a later collective (llmq/comm/store.py judges). What may take long is announced: see
 `Membership.long`. The main thread of a rank may be stuck where no exception reaches it, so a thread ends the process.
 """
 
@@ -19,8 +19,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from llmq.comm.board import SILENCE, Beat, LostRank, seconds_of_beat
-from llmq.comm.store import PURPOSE
+from llmq.comm.store import PURPOSE, SILENCE, Beat, LostRank, seconds_of_beat
 from llmq.comm.wire import WATCHING, Channel, Refused, WrongToken, introduced
 from llmq.errors import WorldError
 

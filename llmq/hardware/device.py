@@ -6,7 +6,6 @@ not here at all.
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import sys
 import time
@@ -71,15 +70,10 @@ CPU = Device()
 
 
 def cuda_backend_problem() -> Problem | None:
-    """Why the CUDA backend cannot run here: driver, GPU, this version of llmq, libraries; None if it can."""
+    """Why the CUDA backend cannot run here: driver, GPU, libraries; None if it can."""
     driver = cuda_driver.read()
     found = cuda_driver.problem(driver)
-    if found:
-        return found
-    if not importlib.util.find_spec("llmq.backends.cuda"):
-        return Problem("this version has no CUDA backend", "install a newer one", has_gpu=True)
-    assert driver is not None
-    return cuda_libraries.problem(driver.cuda)
+    return found if found or driver is None else cuda_libraries.problem(driver.cuda)
 
 
 def pick_device(options: SystemOptions) -> Device:

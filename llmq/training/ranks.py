@@ -20,8 +20,8 @@ from llmq.options.parse import Options, shown
 from llmq.plan import sharding
 
 if TYPE_CHECKING:
-    from llmq.comm.board import Beat, LostRank
     from llmq.comm.membership import Membership
+    from llmq.comm.store import Beat, LostRank
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
@@ -122,7 +122,7 @@ class Ranks:
             yield
 
     def _beat(self) -> Beat:
-        from llmq.comm.board import Beat
+        from llmq.comm.store import Beat
 
         progress = getattr(self.world, "progress", None)
         collective, count = progress() if progress is not None else ("", 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq.comm.board import Beat, Watched, lost_ranks
+from llmq.comm.store import Beat, Watched, lost_ranks
 
 PATIENCE = 60.0
 

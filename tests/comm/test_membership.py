@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from rank_threads import at_once
 
-from llmq.comm.board import Beat
 from llmq.comm.membership import Membership
-from llmq.comm.store import StoreServer
+from llmq.comm.store import Beat, StoreServer
 from llmq.errors import WorldError
 
 TOKEN = "the job's token"
@@ -24,7 +23,7 @@ NOWHERE = Path("nowhere")  # where no stacks are written
 RANK = """
     import os, sys, time
     from pathlib import Path
-    from llmq.comm.board import Beat
+    from llmq.comm.store import Beat
     from llmq.comm.store import StoreServer
     from llmq.comm.tcp import TcpWorld
     from llmq.errors import LlmqError, WorldError

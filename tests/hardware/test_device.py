@@ -25,12 +25,10 @@ AUTO, CUDA = SystemOptions(), SystemOptions(device="cuda")
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets the driver and what is wrong with its libraries, and whether this version has a CUDA backend."""
+    """Sets the driver and what is wrong with its libraries."""
 
-    def pretend(driver=None, libraries=None, has_backend=True):
+    def pretend(driver=None, libraries=None):
         install(monkeypatch, driver)
-        spec = object() if has_backend else None
-        monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
         monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: libraries)
         monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
         monkeypatch.setattr(nvml, "read", lambda uuid: None)
@@ -79,7 +77,6 @@ NO_CUPY = Problem("CuPy is not installed", "pip install 'llmq-train[cuda13]'", h
             "a GPU is there, but CuPy is not installed: training on the CPU "
             "(for the GPU: pip install 'llmq-train[cuda13]')",
         ),
-        ({"driver": FakeDriver(), "has_backend": False}, "a GPU is there, but this version has no CUDA backend: "),
         (
             {"driver": FakeDriver(gpus=(RTX_2080,))},
             "a GPU is there, but NVIDIA GeForce RTX 2080 has compute capability",
