@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from llmq.model.parameters import HEAD, padded_vocab
 from llmq.plan.build import site_of
 from llmq.row import Part, Row
-from llmq.stores.grads import ReplicatedGrads
+from llmq.stores.replicated import ReplicatedGrads
 from llmq.tensor import Form, Ref, Slot
 
 RANK = 4

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from llmq.adapters.targets import FILE
-from llmq.adapters.tracked import Programs, Tracked
+from llmq.adapters.tracked import Programs, Track, Tracked
 from llmq.ops.record import Recorder
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
-from llmq.stores.moments import StatePiece
+from llmq.stores.replicated import StatePiece
 from llmq.stores.sharding import Shards
 from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 
@@ -59,7 +59,12 @@ class Importance(Tracked):
             ref = Ref(row.name, space, row.shape, dtype, row.layer)
             yield ref if self._shards is None else self._shards.share(ref)
 
-    def update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
+    @property
+    def updates(self) -> Sequence[Track]:
+        """The scores of each row."""
+        return (self._update,)
+
+    def _update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
         """The scores of a piece of a row <- its value after the update, and its gradient."""
         if row.name in self.refs:
             s, u = (piece.of(ref) for ref in self.refs[row.name])

@@ -9,8 +9,11 @@ import numpy as np
 
 from llmq.ops.record import Recorder
 from llmq.row import Row
-from llmq.stores.moments import StatePiece
+from llmq.stores.replicated import StatePiece
 from llmq.tensor import Ref
+
+# States of a piece of a row <- its value after the update and its gradient: ops, row, piece, gradient, scale, apply.
+Track = Callable[[Any, Row, StatePiece, Ref, Ref, Ref], None]
 
 
 class Programs(Protocol):
@@ -38,8 +41,10 @@ class Tracked:
     first: Mapping[str, float] = {}  # what each cell is filled with before the first step
     saved: Sequence[str] = ()  # cells that a checkpoint holds
 
-    def update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
-        """States of a piece of a row <- its value after the update, and its gradient."""
+    @property
+    def updates(self) -> Sequence[Track]:
+        """What is called with each piece of a row after its update."""
+        return ()
 
     def programs(self, weights: Any, moments: Any) -> dict[str, Callable[[Recorder], None]]:
         """What records the programs that are run between steps, by name."""

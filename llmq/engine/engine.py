@@ -16,7 +16,7 @@ from llmq.model.rope import document_positions, rope_table
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.row import Row
-from llmq.stores.reduced_grads import SENT_ERROR
+from llmq.stores.sharded import SENT_ERROR
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
 SETTLED = 0.05  # relative change of every scale between two passes

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llmq.backends import arguments
-from llmq.changed import changed
 from llmq.errors import UsageError
 from llmq.hardware import cards
 from llmq.hardware.cards import Card
@@ -29,7 +28,7 @@ from llmq.ops.seam import Arguments, record
 from llmq.plan.passes.lanes import TO_DEVICE, TO_HOST
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan
-from llmq.tensor import stored_bytes
+from llmq.tensor import changed, stored_bytes
 
 # Of the peaks of its papers, what an H200 sustains: 695 and 1,290 TFLOP/s; ordinary cores are bound by memory.
 SUSTAINED = {"bf16": 0.702, "fp32": 0.702, "e4m3": 0.652}

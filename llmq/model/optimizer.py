@@ -7,7 +7,7 @@ rule's op beside a flag `apply`, so that a non-finite step is a no-op without th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def update(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
-    tracked: Any,
+    trackers: Sequence[Callable[..., None]],
 ) -> None:
     """Every master and state, and all copies of the weights <- gradients; `seed` is that of stochastic rounding.
 
@@ -69,7 +69,7 @@ def update(
     _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else scale)
     _update_scales(ops, cells, largest, cells["apply"])
     walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
-    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, tracked)
+    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, trackers)
 
 
 def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
@@ -87,7 +87,7 @@ def update_fused(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
-    tracked: Any,
+    trackers: Sequence[Callable[..., None]],
     *,
     applies: bool,
 ) -> None:
@@ -109,7 +109,7 @@ def update_fused(
             applied.append(apply)
     if applies:
         walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
-        _step(ops, zip(*walks, strict=True), cells, hyper, seed, tracked)
+        _step(ops, zip(*walks, strict=True), cells, hyper, seed, trackers)
 
 
 def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
@@ -137,7 +137,7 @@ def _step(
     cells: Mapping[str, Ref],
     hyper: Hyperparameters,
     seed: int,
-    tracked: Any,
+    trackers: Sequence[Callable[..., None]],
 ) -> None:
     """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated; and
     then what a method keeps beside that."""
@@ -148,7 +148,8 @@ def _step(
             own = piece.grad or piece.of(grad)
             address = {"seed": seed, "stream": stream(row), "first": piece.first}
             hyper.rule.update(ops, piece.state, piece.of(weight), own, step, **about, **address)
-            tracked.update(ops, row, piece, own, cells["grad_scale"], apply)
+            for track in trackers:
+                track(ops, row, piece, own, cells["grad_scale"], apply)
 
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:

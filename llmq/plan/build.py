@@ -30,7 +30,7 @@ from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
 from llmq.sites.factories import FACTORIES
-from llmq.stores.moments import MASTER_FORM
+from llmq.stores.replicated import MASTER_FORM
 
 Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number

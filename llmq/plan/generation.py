@@ -15,7 +15,7 @@ from llmq.plan.passes.fuse import fuse
 from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.stores.activations import Frame
-from llmq.stores.weights import ReplicatedWeights
+from llmq.stores.replicated import ReplicatedWeights
 from llmq.tensor import stored_bytes
 
 MIB = 2**20

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell
 from llmq.plan.passes.transfers import moved
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, changed
 
 FIELDS, STRIDE = 6, 8  # numbers of a cell, and from one cell to the next
 

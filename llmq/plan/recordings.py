@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from llmq.changed import changed
 from llmq.model import optimizer
 from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
@@ -22,17 +21,12 @@ from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.fused_grads import FusedGrads, Use
-from llmq.stores.grads import ReplicatedGrads
-from llmq.stores.hosted_grads import HostedGrads
-from llmq.stores.hosted_moments import HostedMoments
-from llmq.stores.moments import ReplicatedMoments, ShardedMoments
-from llmq.stores.ranks import Alone, ManyRanks
-from llmq.stores.reduced_grads import ReducedGrads, ShardedGrads
+from llmq.stores.hosted import HostedGrads, HostedMoments
 from llmq.stores.remade_weights import RemadeWeights
-from llmq.stores.sharded_weights import GatheredWeights, ShardedWeights
+from llmq.stores.replicated import Alone, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
+from llmq.stores.sharded import GatheredWeights, ManyRanks, ReducedGrads, ShardedGrads, ShardedMoments, ShardedWeights
 from llmq.stores.sharding import Sharding, Shards
-from llmq.stores.weights import ReplicatedWeights
-from llmq.tensor import Ref, num_norm_tiles
+from llmq.tensor import Ref, changed, num_norm_tiles
 
 NUMBERS = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")  # of an update
 
@@ -185,7 +179,7 @@ class Recordings:
             if part == "head" and applies:
                 optimizer.begin_fused(ops, self.cells, spec.hyper)
             written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
-            optimizer.update_fused(ops, *written, self.tracked, applies=applies)
+            optimizer.update_fused(ops, *written, self.tracked.updates, applies=applies)
 
         return use
 
@@ -201,7 +195,10 @@ class Recordings:
         grads, spec = self.grads[True], self.spec
         if spec.memory.fused:
             return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
-        stores, about = (self.weights, grads, self.moments, self.ranks), (cells, spec.hyper, spec.seed, self.tracked)
+        stores, about = (
+            (self.weights, grads, self.moments, self.ranks),
+            (cells, spec.hyper, spec.seed, self.tracked.updates),
+        )
         return _recorded(lambda ops: optimizer.update(ops, *stores, *about))
 
     def publish(self) -> list[Call]:

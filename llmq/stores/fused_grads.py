@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.bundles import Bundle
-from llmq.stores.grads import ReplicatedGrads, gradient_slots
+from llmq.stores.replicated import Bundle, ReplicatedGrads, gradient_slots
 from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
 

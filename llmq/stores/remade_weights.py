@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
-from llmq.changed import changed
 from llmq.row import Row
-from llmq.stores.weights import ReplicatedWeights, weight_slot
-from llmq.tensor import Ref
+from llmq.stores.replicated import ReplicatedWeights, weight_slot
+from llmq.tensor import Ref, changed
 
 COUNTED = "update"  # in the names of copies that are made for their scales and statistics alone
 

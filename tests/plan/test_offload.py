@@ -27,7 +27,7 @@ from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
-from llmq.stores.pieces import MOST_PIECES, size_of_pieces
+from llmq.stores.hosted import MOST_PIECES, size_of_pieces
 from llmq.tensor import Ref
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short

@@ -37,7 +37,6 @@ from llmq.plan import plan as planning
 from llmq.plan.arena import aligned
 from llmq.plan.memory import Memory
 from llmq.plan.recordings import Stores
-from llmq.sites.bf16 import Bf16Linear
 from llmq.tensor import Form, stored_bytes
 
 LANES = planning.lanes
@@ -235,27 +234,6 @@ def problems(plan):
     calls = [call for program in plan.programs.values() for call in program.calls if record(call.op).is_linear]
     results = [(call, call.outputs[0]) for call in calls]
     return [planned_problem(call.op, out.ref, out.accumulate, call.inputs) for call, out in results if out.forms]
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"trainable": True}, r"layers\.0\.attention\.qkv\.weight is trained, .* freeze it"),
-        ({"stored": Form("e4m3", "col", "current")}, r"cannot be held in e4m3/col/current: use rows"),
-        ({"stored": Form("e4m3", "row", "delayed")}, r"cannot be held in e4m3/row/delayed: use rows"),
-        ({"stored": Form("bf16")}, r"cannot be held in bf16/row: use rows"),
-        ({"stored": Form("int8", "row", "current")}, r"cannot be held in int8/row/current: use rows"),
-        ({"layer": None}, r"is no weight of a layer's linear map"),
-    ],
-)
-def test_what_cannot_be_held_in_a_form_is_refused(changes, says):
-    class Held(Bf16Linear):
-        def rows(self, rows):
-            about = {"trainable": False, "stored": TENSORWISE, **changes}
-            return tuple(replace(row, **about) if len(row.shape) == 2 else row for row in rows)
-
-    with pytest.raises(ValueError, match=says):
-        plan_of(BF16, sites=lambda spec, name: Held(name))
 
 
 @ALL

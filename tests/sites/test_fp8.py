@@ -4,7 +4,7 @@ import pytest
 
 from llmq.ops.record import Recorder
 from llmq.sites.fp8 import Fp8Linear
-from llmq.stores.bundles import bundle_tree
+from llmq.stores.replicated import bundle_tree
 from llmq.tensor import COLSUM, Form, Ref
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import scale_cell, storage_name
-from llmq.tensor import View
+from llmq.tensor import View, changed
 
 
 def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:

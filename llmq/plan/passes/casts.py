@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import known_scale, scale_ref, storage_name
-from llmq.tensor import LARGEST, Form, Ref
+from llmq.tensor import LARGEST, Form, Ref, changed
 
 
 def casts(calls: Sequence[Call]) -> list[Call]:

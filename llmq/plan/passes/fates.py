@@ -12,10 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result, call_of
 from llmq.ops.seam import record
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, changed
 
 Item = tuple[str, Form | None]  # a slot in a form
 

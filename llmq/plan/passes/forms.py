@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call
 from llmq.ops.seam import record
 from llmq.plan.passes.fates import Item
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, changed
 
 Forms = frozenset[Form | None]
 Weights = Mapping[tuple[str, str], Forms]  # by space and name, the forms of each parameter that any program reads

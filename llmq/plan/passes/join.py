@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.plan.names import storage_name
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, changed
 
 MAKER, READER, BOTH = "swiglu_backward", "low_rank_backward", "swiglu_low_rank_backward"
 Rows = tuple[int, int]  # [start, stop) of the tokens

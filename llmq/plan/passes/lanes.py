@@ -15,11 +15,10 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmq.changed import changed
 from llmq.ops.record import Call
 from llmq.plan.names import scale_name, storage_name
 from llmq.plan.passes.transfers import layer_of
-from llmq.tensor import Ref
+from llmq.tensor import Ref, changed
 
 MAIN, TO_HOST, TO_DEVICE = "main", "to_host", "to_device"
 SCALES, AMAX = "scale:scales", "scale:amax"  # the vectors of delayed scales and of their amax

@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from llmq.changed import changed
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.passes.fates import Item
-from llmq.tensor import Ref
+from llmq.tensor import Ref, changed
 
 
 def transfers(calls: Sequence[Call], offloaded: Collection[Item]) -> list[Call]:
