@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from llmq.adapters.targets import FILE
-from llmq.adapters.tracked import Programs, Track, Tracked
+from llmq.adapters.tracked import Programs, Tracked
 from llmq.ops.record import Recorder
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
@@ -38,7 +38,7 @@ class Importance(Tracked):
     saved = (KEPT,)
 
     def __init__(self, rows: Sequence[Row], dtype: str, budget: Budget, shards: Shards | None) -> None:
-        self.budget, self._shards = budget, shards
+        self.budget, self._shards, self.updates = budget, shards, (self._update,)
         self.rows = {row.name: row for row in rows if row.file == FILE and ".lora_" in row.name}
         self.refs = {name: Scores(*self._states(row, dtype)) for name, row in self.rows.items()}
         self._first: dict[str, int] = {}  # places of each row's sums
@@ -58,11 +58,6 @@ class Importance(Tracked):
         for space in Scores._fields:
             ref = Ref(row.name, space, row.shape, dtype, row.layer)
             yield ref if self._shards is None else self._shards.share(ref)
-
-    @property
-    def updates(self) -> Sequence[Track]:
-        """The scores of each row."""
-        return (self._update,)
 
     def _update(self, ops: Any, row: Row, piece: StatePiece, grad: Ref, scale: Ref, apply: Ref) -> None:
         """The scores of a piece of a row <- its value after the update, and its gradient."""

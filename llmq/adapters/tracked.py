@@ -40,11 +40,7 @@ class Tracked:
     cells: Mapping[str, Ref] = {}
     first: Mapping[str, float] = {}  # what each cell is filled with before the first step
     saved: Sequence[str] = ()  # cells that a checkpoint holds
-
-    @property
-    def updates(self) -> Sequence[Track]:
-        """What is called with each piece of a row after its update."""
-        return ()
+    updates: Sequence[Track] = ()  # called with each piece of a row after its update
 
     def programs(self, weights: Any, moments: Any) -> dict[str, Callable[[Recorder], None]]:
         """What records the programs that are run between steps, by name."""

@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmq.backends import Backend
 from llmq.disk import MIB, shown
 from llmq.engine.cost import Costs
 from llmq.engine.predict import sustained
 from llmq.engine.search import Available, Search, Setting
-from llmq.errors import MemoryLimitError
+from llmq.errors import MemoryLimitError, RefusedMemoryError
 from llmq.hardware import cards
 from llmq.hardware.cards import Card
+from llmq.hardware.host_memory import host_memory_bytes
 from llmq.plan.plan import Plan, Scratch
 from llmq.plan.remedies import IN_TILES, NOTHING, WHOLE, Terms, alternatives, last_alternatives
 from llmq.tensor import stored_bytes
@@ -23,6 +25,7 @@ MUCH = 0.02  # of the room: attention workspace above that is worth doing withou
 USUAL_STEPS = 4  # micro-batches of a step, where that is not known
 LONG = 8192  # tokens of a row whose MLP is worth tiles
 UNKNOWN = 2**62  # bytes of a host that is not known
+LIBRARY_BYTES = 256 << 20  # room that is advised to be left where a library does not say what it lacks
 USUAL_CARD = "H200"  # by whose rates remedies are in order where no card is known
 
 
@@ -98,6 +101,34 @@ def refuse_if_too_large(plan: Plan, room: Limits) -> None:
     if lack := lacking(plan, room):
         home = "device" if plan.total_bytes > room.free_bytes else "host"
         raise MemoryLimitError(lack, "\n".join((*advice(plan, room), requests(plan, home))))
+
+
+def shortage(
+    plan: Plan, backend: Backend, error: RefusedMemoryError | MemoryError, *, is_held: bool
+) -> MemoryLimitError:
+    """Memory that is refused though the plan fitted, because another program took it meanwhile, or a library asks for
+    more, as one error: what was planned, what is free now, what is missing, the nearest setting that fits, and what
+    asks for how much. `is_held`: the plan's own memory is allocated."""
+    if isinstance(error, MemoryError):
+        text = f"the host has no more memory ({error or 'an array was refused'})"
+        home = "host" if backend.takes_scratch else "device"
+        error = RefusedMemoryError(text, home=home, free_bytes=host_memory_bytes()[1])
+    on_device = error.home == "device"
+    planned = plan.total_bytes if on_device else plan.host_bytes
+    wanted = error.num_bytes if error.num_bytes is not None else LIBRARY_BYTES if is_held else planned
+    missing = max(wanted - error.free_bytes, 0)
+    numbers = (
+        f"{shown(planned)} were planned{' and are held' if is_held else ''}, {shown(error.free_bytes)} are free now"
+    )
+    if error.num_bytes is not None or not is_held:
+        numbers += f", {shown(missing)} are missing" if missing else ", but not in one piece"
+    place = "this GPU" if on_device and backend.takes_scratch else "the host"
+    cause = f"another program on {place} may have taken memory since the plan was made: end it"
+    left = error.free_bytes + planned - wanted if is_held else error.free_bytes
+    free, host = (left, None) if on_device else (plan.total_bytes, left)
+    room = Limits(free, backend.scratch_bytes, host_bytes=host, in_one=not backend.takes_scratch)
+    table = "\n".join((*advice(plan, room), requests(plan, error.home)))
+    return MemoryLimitError(f"{error}: {numbers}; {cause}, or change the run", table)
 
 
 def advice(plan: Plan, room: Limits) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 
 import numpy as np
 
 from llmq.backends import Backend, Launch, Op, Run
+from llmq.engine.advice import shortage
 from llmq.engine.bind import bind
-from llmq.engine.shortage import explained
+from llmq.errors import RefusedMemoryError
 from llmq.model.held import Values, held_value, hold, single_scale
 from llmq.operands import Tensor
 from llmq.plan.names import scale_ref, storage_name
@@ -18,6 +19,15 @@ from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.screen import Report, unreported
 from llmq.tensor import DTYPES, Ref
+
+
+@contextmanager
+def explained(plan: Plan, backend: Backend, *, is_held: bool = False) -> Iterator[None]:
+    """Memory that is refused within becomes an error that says what would fit."""
+    try:
+        yield
+    except (RefusedMemoryError, MemoryError) as error:
+        raise shortage(plan, backend, error, is_held=is_held) from error
 
 
 def make_ready(plan: Plan, backend: Backend, report: Report = unreported) -> None:

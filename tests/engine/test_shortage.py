@@ -7,7 +7,8 @@ from tiny_engines import BF16, engine_of, plan_of, tiny
 
 from llmq.backends import host
 from llmq.backends.host import HostBackend
-from llmq.engine import shortage
+from llmq.disk import shown
+from llmq.engine import advice
 from llmq.engine.bound_plan import BoundPlan
 from llmq.errors import MemoryLimitError, RefusedMemoryError
 from llmq.plan.memory import Memory
@@ -56,19 +57,17 @@ def test_an_allocation_that_is_refused_says_what_was_planned_is_free_and_is_miss
     fits = plan_of(BF16, Memory(("recompute_block",)), tiny(num_layers=1)).total_bytes
     refused = lambda plan: RefusedMemoryError("no", num_bytes=plan.total_bytes, free_bytes=fits)  # noqa: E731
     plan, said = message_of(refused, on)
-    missing = shortage.shown(plan.total_bytes - fits)
-    numbers = f"no: {shortage.shown(plan.total_bytes)} were planned, {shortage.shown(fits)} are free now, {missing} are"
+    missing = shown(plan.total_bytes - fits)
+    numbers = f"no: {shown(plan.total_bytes)} were planned, {shown(fits)} are free now, {missing} are"
     assert said.startswith(numbers) and "another program on this GPU" in said
     assert "or change the run\nWhat fits, the fastest first:" in said and "Activations" in said
     assert re.search(r"^1 .* bytes  --", said, re.MULTILINE)
 
 
 def test_what_a_library_lacks_beside_the_plan_is_made_free_by_a_smaller_one(monkeypatch):
-    monkeypatch.setattr(shortage, "LIBRARY_BYTES", 1)
+    monkeypatch.setattr(advice, "LIBRARY_BYTES", 1)
     plan, said = message_of(lambda plan: RefusedMemoryError("a workspace", free_bytes=0), "run")
-    assert said.startswith(
-        f"a workspace: {shortage.shown(plan.total_bytes)} were planned and are held, 0 bytes are free"
-    )
+    assert said.startswith(f"a workspace: {shown(plan.total_bytes)} were planned and are held, 0 bytes are free")
     assert "What fits" in said and "missing" not in said.splitlines()[0].split(";")[0]
 
 
@@ -77,10 +76,7 @@ def test_host_memory_that_is_refused_is_counted_by_what_is_kept_there():
     hosted = Memory(host=("m", "v"))
     refused = lambda plan: RefusedMemoryError("x", home="host", num_bytes=plan.host_bytes, free_bytes=9)  # noqa: E731
     plan, said = message_of(refused, "memory", hosted)
-    assert (
-        f"{shortage.shown(plan.host_bytes - 9)} are missing" in said
-        and "fit: leave out --offload options, train" in said
-    )
+    assert f"{shown(plan.host_bytes - 9)} are missing" in said and "fit: leave out --offload options, train" in said
     assert "Adam M" in said and "Activations" not in said
     most = lambda plan: RefusedMemoryError(  # noqa: E731
         "x", home="host", num_bytes=plan.host_bytes, free_bytes=plan.host_bytes - 1
