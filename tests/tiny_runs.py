@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tiny_engines import tiny
 
-from llmq.data.batches.row_layout import RowForm
+from llmq.data.batches.rows import RowForm
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenWriter

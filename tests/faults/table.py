@@ -179,12 +179,12 @@ def a_ruined_model_is_exported(real, values):
 # data
 
 
-@fault("llmq.data.batches.windows:sample_order", "tests/data/batches/test_loader.py")
+@fault("llmq.data.batches.rows:sample_order", "tests/data/batches/test_loader.py")
 def epochs_all_alike(real, places, num_samples, seed):
     return real(np.asarray(places) % num_samples, num_samples, seed)
 
 
-@fault("llmq.data.tokens.token_file:TokenFile.trained", "tests/data/batches/test_windows.py")
+@fault("llmq.data.tokens.token_file:TokenFile.trained", "tests/data/batches/test_rows.py")
 def mask_of_inputs_not_of_targets(real, file, start, stop):
     return real(file, start - 1, stop - 1)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmq.data.batches.permutation import addressed_bits
-from llmq.data.batches.windows import Rows
+from llmq.data.batches.rows import Rows
 from llmq.errors import UsageError
 from llmq.model.rope import document_positions
 from llmq.tensor import IGNORED

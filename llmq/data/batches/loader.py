@@ -22,17 +22,21 @@ from llmq.data.batches.augment import Augmentation, open_augmentation
 from llmq.data.batches.batch import Batch, step_of
 from llmq.data.batches.mixture import Mixture, Share, Source, sources_of
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm, RowLayout, choose_row_layout
-from llmq.data.batches.streaming import StreamedRows
-from llmq.data.batches.windows import (
+from llmq.data.batches.rows import (
+    PACKED,
+    WINDOWS,
+    RowForm,
+    RowLayout,
     Samples,
     Windows,
+    choose_row_layout,
     empty_rows,
     open_files,
     require_one_tokenizer,
     sidecars,
     stacked,
 )
+from llmq.data.batches.streaming import StreamedRows
 from llmq.data.rows.records import all_problems, noted
 from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.sidecar import tokenizer_folder

@@ -20,7 +20,7 @@ from fractions import Fraction
 import numpy as np
 
 from llmq.data.batches.permutation import mixed
-from llmq.data.batches.windows import Rows, Samples, empty_rows
+from llmq.data.batches.rows import Rows, Samples, empty_rows
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.errors import DataError, UsageError
 

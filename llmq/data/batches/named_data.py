@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmq.data.batches.first_fit import count_packs, repeated
 from llmq.data.batches.mixture import Source, sources_of
-from llmq.data.batches.packing import sizes_in_rows, with_docs
-from llmq.data.batches.row_layout import WINDOWS, RowForm
+from llmq.data.batches.packing import count_packs, repeated, sizes_in_rows, with_docs
+from llmq.data.batches.rows import WINDOWS, RowForm, Samples
 from llmq.data.batches.streaming import StreamedRows, open_stream
-from llmq.data.batches.windows import Samples
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
 from llmq.data.rows import datasets

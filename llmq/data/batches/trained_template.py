@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmq.data.batches.rows import Samples
 from llmq.data.batches.streaming import StreamedRows
-from llmq.data.batches.windows import Samples
 from llmq.data.chat.template import OWN, open_templates, template_note
 from llmq.data.tokens.sidecar import TemplateNote
 from llmq.errors import DataError

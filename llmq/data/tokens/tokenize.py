@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import EncodeOptions, Encoder
 from llmq.data.chat.overlong import Encoded
 from llmq.data.chat.samples import show
-from llmq.data.rows.find_sources import find
+from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
 from llmq.data.tokens.cache import locked
@@ -29,11 +33,10 @@ from llmq.data.tokens.produce import (
     require_trained,
 )
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
-from llmq.data.tokens.text import Texts
+from llmq.data.tokens.text import Document, Texts, pieces
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.data.tokens.train_tokenizer import trained_tokenizer
-from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
+from llmq.data.tokens.tokenizer import CONFIG, TextTokenizer
+from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, temporary_name, write_whole
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 WORK = ".partial"  # where files are made, in the folder that they are for
 TOKENIZER_FOLDER = "tokenizer"
+NEW_EOS = "<|endoftext|>"  # of a tokenizer that is trained
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
@@ -303,3 +307,50 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     if found.evaluation is not None and not found.may_lack_evaluation and not has_evaluation:
         require_trained(f"{found.name}: the evaluation data", Counts(), advice=NO_EVALUATION)
     return files
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path) -> None:
+    """Writes a tokenizer of `vocab_size` tokens to `folder`, in Hugging Face's format; token 0 is NEW_EOS.
+
+    It is byte-level BPE, as GPT-2 has it, so that every text has tokens and comes back.
+    Raises DataError if the text has too few different words for that many tokens, or is not UTF-8.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[NEW_EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for document in documents for piece in pieces(document, True)), trainer)
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
+        raise DataError(
+            f"--train-tokenizer {vocab_size}: the text is enough for {found} tokens only: give more text, or use "
+            f"--train-tokenizer {found}"
+        )
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": NEW_EOS,
+        "bos_token": NEW_EOS,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_whole(folder / CONFIG, json.dumps(about, indent=1).encode())
+    write_whole(folder / "tokenizer.json", tokenizer.to_str().encode())
+
+
+@contextmanager
+def trained_tokenizer(found: Found, vocab_size: int, folder: Path) -> Iterator[TextTokenizer]:
+    """A tokenizer trained on the text to train on, open, whose files are for `folder`; UsageError for rows.
+
+    Until they are copied they lie beside it, so that an interrupted call leaves the tokenizer of an earlier one alone.
+    """
+    if not isinstance(found.train, Texts):
+        raise UsageError(f"--train-tokenizer is for text, but {found.name} is rows: give --model")
+    fresh = temporary_name(folder)
+    try:
+        train_tokenizer(found.train.documents, vocab_size, fresh)
+        yield replace(TextTokenizer.open(str(fresh)), source=str(folder.resolve()))
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)

@@ -13,8 +13,7 @@ from token_files import write_tokens
 from llmq.data.batches.augment import SPAN, open_augmentation
 from llmq.data.batches.loader import Loader, RankBatches, eval_batches
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.row_layout import PACKED, RowForm
-from llmq.data.batches.windows import Rows, Windows
+from llmq.data.batches.rows import PACKED, RowForm, Rows, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
 

@@ -14,8 +14,7 @@ from token_files import write_tokens
 
 from llmq.data.batches.loader import PREFETCHED, Loader, RankBatches, eval_batches, open_data
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.row_layout import RowForm
-from llmq.data.batches.windows import Rows, Windows
+from llmq.data.batches.rows import RowForm, Rows, Windows
 from llmq.data.stream import Stopped
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError

@@ -18,8 +18,7 @@ from llmq.data.batches.loader import open_data
 from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.permutation import sample_order
-from llmq.data.batches.row_layout import PACKED, RowForm
-from llmq.data.batches.windows import Windows
+from llmq.data.batches.rows import PACKED, RowForm, Windows
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.options.data import DataOptions

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from llmq.data.batches import streaming
 from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.packing import piece_lengths
-from llmq.data.batches.row_layout import PACKED, PADDED, WINDOWS, RowForm, RowLayout
+from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
 from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare

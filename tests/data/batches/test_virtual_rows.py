@@ -9,9 +9,8 @@ from llmq.data.batches.augment import open_augmentation
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.row_layout import PACKED, WINDOWS, RowForm
+from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows, stacked
 from llmq.data.batches.streaming import StreamedRows
-from llmq.data.batches.windows import Rows, Windows, stacked
 from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError

@@ -1,4 +1,4 @@
-"""Windows: which tokens they are, over several files, with masks; which files a pattern names."""
+"""Rows: which layout they have and why; windows of several files, with masks; which files a pattern names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from legacy_token_file import legacy_bytes
 from token_files import write_tokens
 
-from llmq.data.batches import windows as windows_module
-from llmq.data.batches.row_layout import RowForm
-from llmq.data.batches.windows import Windows, open_files, require_one_tokenizer
+from llmq.data.batches import rows as rows_module
+from llmq.data.batches.rows import (
+    PACKED,
+    PADDED,
+    WINDOWS,
+    RowForm,
+    RowLayout,
+    Windows,
+    choose_row_layout,
+    open_files,
+    require_one_tokenizer,
+)
 from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
-from llmq.errors import DataError
+from llmq.errors import DataError, UsageError
 
 
 @settings(max_examples=80, deadline=None)
@@ -88,8 +97,8 @@ def test_foreign_ids_are_found_at_the_start(tmp_path: Path) -> None:
 
 
 def test_foreign_ids_within_a_large_file_are_found_when_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(windows_module, "CHECKED_WHOLE", 10)
-    monkeypatch.setattr(windows_module, "CHECKED_ENDS", 4)
+    monkeypatch.setattr(rows_module, "CHECKED_WHOLE", 10)
+    monkeypatch.setattr(rows_module, "CHECKED_ENDS", 4)
     tokens = np.ones(20, int)
     tokens[12] = 50
     windows = open_windows([str(write(tmp_path / "a.bin", tokens))], 3, 50)
@@ -143,3 +152,54 @@ def test_a_sidecar_of_another_file_is_noticed(tmp_path: Path) -> None:
     write_tokens(file.path, np.arange(7), vocab_size=9, tokenizer_sha256="ab" * 32)
     with pytest.raises(DataError, match=r"a\.bin and its sidecar name different tokenizers"):
         require_one_tokenizer([TokenFile.open(file.path)])
+
+
+WHY_NOT = "packed rows in bf16 need a GPU of compute capability 9.0 or later, and A100 has 8.0"
+
+
+@pytest.mark.parametrize(
+    ("packing", "has_rows", "cannot_pack", "kind", "why"),
+    [
+        (None, True, None, PACKED, "the data is rows, which stay whole; --packing=windows cuts them"),
+        (None, True, WHY_NOT, PADDED, f"the data is rows, which stay whole, and {WHY_NOT}"),
+        (None, False, None, WINDOWS, "text and token files run on across documents; --packing keeps these whole"),
+        (None, False, WHY_NOT, WINDOWS, "text and token files run on across documents; --packing keeps these whole"),
+        (True, False, None, PACKED, "by --packing"),
+        (False, True, WHY_NOT, PADDED, "by --no-packing"),
+        ("windows", True, None, WINDOWS, "by --packing=windows"),
+    ],
+)
+def test_the_data_decides_what_the_options_leave_open(packing, has_rows, cannot_pack, kind, why):
+    assert choose_row_layout(packing, None, has_rows=has_rows, cannot_pack=cannot_pack) == RowLayout(kind, why)
+
+
+def test_packing_that_was_asked_for_is_never_replaced():
+    with pytest.raises(UsageError, match=r"--packing: packed rows .* A100 has 8.0: use --no-packing, .*--model-dtype"):
+        choose_row_layout(True, None, has_rows=True, cannot_pack=WHY_NOT)
+    with pytest.raises(UsageError, match="--max-docs 3 is for packed rows: leave it out"):
+        choose_row_layout(None, 3, has_rows=True, cannot_pack=WHY_NOT)
+    with pytest.raises(UsageError, match="--max-docs 3 is for packed rows: add --packing, or leave it out"):
+        choose_row_layout(None, 3, has_rows=False)
+    assert choose_row_layout(None, 3, has_rows=True).kind == PACKED
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "fix"),
+    [
+        ({"row_layout": PACKED, "options": {"packing": None}}, PACKED, None),
+        ({"row_layout": PADDED, "options": {"packing": None}}, PACKED, "--no-packing"),
+        ({"row_layout": WINDOWS, "options": {"packing": "windows"}}, PADDED, "--packing=windows"),
+        ({"options": {"packing": None}}, WINDOWS, None),
+        ({"options": {"packing": None}}, PACKED, "--packing=windows"),
+        ({"options": {"packing": True}}, WINDOWS, "--packing"),
+        ({"options": {"packing": False}}, PADDED, None),
+        ({"options": {}}, PADDED, "--packing=windows"),
+    ],
+)
+def test_a_checkpoint_of_another_layout_is_refused_with_the_option_that_continues_it(state, kind, fix):
+    """Also one of a version that stored no layout, where --packing was left open for windows."""
+    if fix is None:
+        RowLayout(kind, "by default").refuse_other(state)
+        return
+    with pytest.raises(UsageError, match=f"would train on {kind} .by default.: add {fix} to continue it"):
+        RowLayout(kind, "by default").refuse_other(state)
