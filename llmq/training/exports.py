@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,11 @@ from llmq.adapters.merge import MergedExport, untied
 from llmq.adapters.resolve import merges
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
-from llmq.data.batches.trained_template import ExportedTemplates, exported_templates
+from llmq.data.batches.rows import RowSource
+from llmq.data.chat.template import OWN, open_templates, template_note
+from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.tokenizer import json_if_there
-from llmq.errors import UsageError
+from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values
 from llmq.model.config import ModelConfig
@@ -21,8 +24,21 @@ from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan.plan import Plan
 
-Tokens = tuple[Path | None, ExportedTemplates]  # the tokenizer of an exported model, and its templates
 MERGED = "merged"  # the folder of the merged model, in that of the adapter
+
+
+@dataclass(frozen=True)
+class ExportedTemplates:
+    """The templates in Jinja by name where the export does not have the tokenizer's own, and what a user should know.
+
+    `sources` is None where the tokenizer's files are exported as they are.
+    """
+
+    sources: dict[str, str] | None = None
+    notices: tuple[str, ...] = ()
+
+
+Tokens = tuple[Path | None, ExportedTemplates]  # the tokenizer of an exported model, and its templates
 
 
 def exported_config(source: ModelSource, data: Data, notices: list[str]) -> ModelConfig:
@@ -57,7 +73,37 @@ def exported_tokenizer(source: ModelSource, named: NamedData | None, data: Data)
         folder = data.tokenizer_folder() or (named.tokenizer.folder if named else folder)
     if folder is not None:
         json_if_there(folder / "tokenizer.json")  # a torn file is refused now, and not when the run has ended
-    return folder, exported_templates(data.train, folder)
+    return folder, _exported_templates(data.train, folder)
+
+
+def _exported_templates(train: RowSource, tokenizer_folder: Path | None) -> ExportedTemplates:
+    """The templates of a model that is trained on `train` and exported with the tokenizer of `tokenizer_folder`.
+
+    Of several, those with the largest share of the trained data win, with a notice that names all.
+    """
+    found: dict[tuple[str, str], tuple[float, TemplateNote]] = {}
+    for note, share in train.templates():
+        before, first = found.get(key := (note.default, note.tool_use or ""), (0.0, note))
+        found[key] = (before + share, first)
+    if not found or tokenizer_folder is None:
+        return ExportedTemplates()
+    ranked = sorted(found.values(), key=lambda one: -one[0])
+    chosen = ranked[0][1]
+    notices = []
+    if len(ranked) > 1:
+        named = ", ".join(f"{note.origin} ({100 * share:.1f}% of the tokens)" for share, note in ranked)
+        notices.append(
+            f"The training data is of {len(ranked)} chat templates: {named}. The exported model has the first of them"
+        )
+    own = None
+    with suppress(DataError):  # the tokenizer has no templates, or none by default
+        own = template_note(open_templates(tokenizer_folder, OWN))
+    if own is not None and own.sources() == chosen.sources():
+        return ExportedTemplates(None, tuple(notices))
+    if len(ranked) == 1:
+        instead = ", in place of the tokenizer's own" if own else ""
+        notices.append(f"The exported model has the chat template of its training data ({chosen.origin}){instead}")
+    return ExportedTemplates(chosen.sources(), tuple(notices))
 
 
 @dataclass(frozen=True)

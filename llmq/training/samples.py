@@ -8,7 +8,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from llmq.data.batches.trained_template import ExportedTemplates
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.engine import Engine
 from llmq.engine.generate import Drawn, Generator, generate
@@ -20,6 +19,7 @@ from llmq.generation.text import row_length, stop_tokens
 from llmq.model.config import ModelConfig
 from llmq.plan.spec import Completions
 from llmq.screen import Report
+from llmq.training.exports import ExportedTemplates
 from llmq.training.hooks import Hook, RunView
 from llmq.training.log import RunLog
 from llmq.training.records import EvalRecord

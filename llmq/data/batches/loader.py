@@ -132,12 +132,9 @@ class Data:
 
     def loader(self, rank: int = 0, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
         """A loader of the training data for one rank, from a place on (see Loader)."""
-        return Loader(self.batches(rank), position, stream)
-
-    def batches(self, rank: int) -> Stream[Batch]:
-        """The batches of the training data for one rank."""
         assert 0 <= rank < self.world
-        return RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
+        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
+        return Loader(batches, position, stream)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""

@@ -47,11 +47,9 @@ class RowLayout:
         # Runs that did not store it had windows where --packing was left open.
         saved = state.get("row_layout") or KINDS.get(state["options"].get("packing"), WINDOWS)
         if saved != self.kind:
-            fix = (
-                f"add {OPTIONS[saved]} to continue it" if saved in OPTIONS else "give each adapter the data that it had"
-            )
             raise UsageError(
-                f"the checkpoint was trained on {saved}, and this run would train on {self.kind} ({self.why}): {fix}"
+                f"the checkpoint was trained on {saved}, and this run would train on {self.kind} ({self.why}): add "
+                f"{OPTIONS[saved]} to continue it"
             )
 
 
@@ -256,15 +254,13 @@ class Windows(FileSamples):
 def open_files(patterns: Iterable[str]) -> list[TokenFile]:
     """The token files that `patterns` (paths or globs) name: in the order given, sorted within a glob.
 
-    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, files of different
-    tokenizers (as their sidecars say).
+    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file.
     """
     files: list[TokenFile] = []
     with all_problems() as problems:
         for path in matched(patterns, problems, skip=SUFFIX):
             with noted(problems):
                 files.append(TokenFile.open(path))
-    require_one_tokenizer(files)
     return files
 
 
