@@ -38,8 +38,7 @@ import llmq
 from llmq.errors import LlmqError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found, read_manifest
-from llmq.files.tensor_files import Piece, cut, write_files
-from llmq.files.weight_files import stored_tensors
+from llmq.files.tensor_files import Piece, cut, stored_tensors, write_files
 from llmq.files.writers import TensorSlice, begin, commit, write_part
 
 STEPS = 40

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.errors import DataError
-from llmq.files import weight_files
+from llmq.files import tensor_files
 from llmq.files.huggingface import ADAPTER_WEIGHTS
 from llmq.files.source import ModelSource, Values, fingerprint
 from llmq.files.tensor_files import tensors_of
@@ -66,7 +66,7 @@ def weights_of(source: ModelSource, seed: int) -> str:
 
 def adapter_fingerprint(folder: Path) -> str:
     """What tells the adapter of a folder from others."""
-    return weight_files.fingerprint(tensors_of(folder / ADAPTER_WEIGHTS))
+    return tensor_files.fingerprint(tensors_of(folder / ADAPTER_WEIGHTS))
 
 
 def merged_record(source: ModelSource, adapters: Sequence[Path]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.adapters.targets import MAGNITUDE
 from llmq.files.source import Values
-from llmq.files.weight_files import norms_of
+from llmq.files.tensor_files import norms_of
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.row import Row

@@ -49,8 +49,7 @@ from llmq.adapters.targets import (
 )
 from llmq.errors import UsageError
 from llmq.files.source import Values
-from llmq.files.tensor_files import Stored
-from llmq.files.weight_files import norms_of
+from llmq.files.tensor_files import Stored, norms_of
 from llmq.model.config import ModelConfig
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Row

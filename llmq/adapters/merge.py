@@ -15,7 +15,7 @@ from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.peft import StoredAdapter, open_adapter
 from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD
 from llmq.errors import DataError
-from llmq.files import weight_files
+from llmq.files import tensor_files
 from llmq.files.huggingface import Export
 from llmq.files.source import ModelSource, open_parameters
 from llmq.model.config import ModelConfig
@@ -125,7 +125,7 @@ def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.nda
             if target := targets.get(part.name):
                 pure = base[part.start : part.stop]
                 change = one.adapters.change(target, pure, one.read)
-                pieces = weight_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
+                pieces = tensor_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
                 for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
     return value

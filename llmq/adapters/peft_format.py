@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from llmq.adapters.targets import EMBED, EMBED_ROW, FILE, LM_HEAD, Module, Target, linear_modules, modules_of
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.tensor_files import Stored
-from llmq.files.weight_files import FILE_DTYPES
+from llmq.files.tensor_files import FILE_DTYPES, Stored
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, parameter_rows
 from llmq.row import Part, Row

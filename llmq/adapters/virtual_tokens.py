@@ -27,8 +27,7 @@ from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
 from llmq.blocks.embed import Embed, PromptedEmbed
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource, Values, uniform_block
-from llmq.files.tensor_files import Stored
-from llmq.files.weight_files import FILE_DTYPES
+from llmq.files.tensor_files import FILE_DTYPES, Stored
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions

@@ -21,7 +21,7 @@ from typing import TypeVar
 from llmq.disk import free_bytes
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER, TOKENIZER_FILES
-from llmq.files.weight_files import INDEX, WEIGHTS, index_files, other_weights, weight_files
+from llmq.files.tensor_files import INDEX, WEIGHTS, index_files, other_weights, weight_files
 from llmq.model.config import from_folder
 
 CONFIG_FILES = ("config.json", "generation_config.json")

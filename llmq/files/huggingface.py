@@ -20,7 +20,7 @@ import numpy as np
 
 from llmq import disk
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.files import tensor_files, weight_files
+from llmq.files import tensor_files
 from llmq.files.tensor_files import Piece, Stored, cut, write_files
 from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
 from llmq.row import Row
@@ -56,7 +56,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
 
     DataError lists everything missing, extra, misshapen or of a wrong type, and a tied head unlike the embedding.
     """
-    stored = weight_files.stored_tensors(folder)
+    stored = tensor_files.stored_tensors(folder)
     wanted = _shapes(rows)
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
         raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
@@ -70,8 +70,8 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
         tensor = named[name]
         if tensor.shape != wanted[name]:
             unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
-        if tensor.dtype not in weight_files.FILE_DTYPES:
-            unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(weight_files.FILE_DTYPES)}")
+        if tensor.dtype not in tensor_files.FILE_DTYPES:
+            unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(tensor_files.FILE_DTYPES)}")
     if tied and not unfit and not _equal(named, HEAD, EMBEDDING):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
     if problems + unfit:
@@ -99,11 +99,11 @@ def _grouped(title: str, names: list[str]) -> list[str]:
 def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
     """Whether two stored matrices hold the same numbers, compared in slices."""
     a, b = stored[one], stored[other]
-    if a.shape != b.shape or a.dtype not in weight_files.FILE_DTYPES:
+    if a.shape != b.shape or a.dtype not in tensor_files.FILE_DTYPES:
         return False
     pairs = (
         [tensor_files.read_rows(tensor, *rows).astype(np.float32) for tensor in (a, b)]
-        for rows in weight_files.chunks(a.shape)
+        for rows in tensor_files.chunks(a.shape)
     )
     return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
@@ -114,10 +114,10 @@ def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tup
     Values have the row's shape (fused, padded rows zero) and the file's dtype (fp32 where the parts of a row differ).
     """
     for row in rows:
-        types = {weight_files.FILE_DTYPES[stored[part.name].dtype] for part in row.parts}
+        types = {tensor_files.FILE_DTYPES[stored[part.name].dtype] for part in row.parts}
         value = np.zeros(row.part_axes, DTYPES[types.pop() if len(types) == 1 else "fp32"])
         for part in row.parts:
-            for start, stop in weight_files.chunks(stored[part.name].shape):
+            for start, stop in tensor_files.chunks(stored[part.name].shape):
                 read = tensor_files.read_rows(stored[part.name], start, stop)
                 value[part.start + start : part.start + stop] = read
         yield row, value.reshape(row.shape)
@@ -344,7 +344,7 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
     assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
     for part in row.parts:
         whole = value.reshape(row.part_axes)[part.start : part.stop]
-        for start, stop in weight_files.chunks(whole.shape):
+        for start, stop in tensor_files.chunks(whole.shape):
             piece = whole[start:stop]
             with np.errstate(over="ignore"):
                 stored = piece.astype(DTYPES[dtype], copy=False)
@@ -358,12 +358,12 @@ def _write_weights(folder: Path, export: Export, read: Callable[[Row], np.ndarra
     """One model.safetensors, or numbered shards with their index."""
     files = cut(_pieces(export.rows, export.dtype), export.shard_bytes)
     names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-    names = names if len(files) > 1 else [weight_files.WEIGHTS]
+    names = names if len(files) > 1 else [tensor_files.WEIGHTS]
     write_files(folder, zip(names, files, strict=True), _slices(export.rows, read, export.dtype))
     if len(files) > 1:
         total = sum(piece.num_bytes for pieces in files for piece in pieces)
         weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
-        write_json(folder / weight_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / tensor_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_tensors(path: Path, rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> None:

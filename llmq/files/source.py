@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmq.errors import DataError, UsageError
-from llmq.files import weight_files
+from llmq.files import tensor_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
@@ -130,7 +130,7 @@ def find_source(
     folder = model_folder(name, revision, "config" if from_scratch else "model", say)
     config = from_folder(folder)
     if not from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
-        config = replace(config, dtype=weight_files.stored_dtype(folder))
+        config = replace(config, dtype=tensor_files.stored_dtype(folder))
     tokenizer_folder = folder if tokenizer_files(folder) else None
     commit = None if local.is_dir() else revision_of(folder, revision)
     return ModelSource(name, config, folder, tokenizer_folder, from_scratch, init_proj_to_zero, revision=commit)
@@ -171,8 +171,8 @@ def fingerprint(source: ModelSource) -> str | None:
     if source.from_scratch:
         return None
     assert source.folder is not None
-    stored = weight_files.stored_tensors(source.folder)
-    return weight_files.fingerprint(
+    stored = tensor_files.stored_tensors(source.folder)
+    return tensor_files.fingerprint(
         {part.name: stored[part.name] for row in parameter_rows(source.config) for part in row.parts}
     )
 

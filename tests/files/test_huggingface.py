@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from llmq.errors import DataError, LlmqError, StorageError, UsageError
 from llmq.files import huggingface as hf
-from llmq.files import weight_files
+from llmq.files import tensor_files
 from llmq.files.huggingface import Export, checked_tensors, export_bytes, open_export, read_rows
-from llmq.files.weight_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
+from llmq.files.tensor_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 from llmq.model.config import ModelConfig, RopeConfig, from_folder
 from llmq.model.parameters import padded_vocab, parameter_rows
 from llmq.tensor import DTYPES
@@ -96,7 +96,7 @@ def test_round_trip(tmp_path, name, shard_bytes):
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_export_converts_by_rounding(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(weight_files, "CHUNK_BYTES", 256)  # many slices per tensor
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 256)  # many slices per tensor
     values = write(tmp_path / "m", BASE, dtype=dtype)
     same(load(tmp_path / "m"), {name: value.astype(DTYPES[dtype]) for name, value in values.items()})
     assert from_folder(tmp_path / "m").dtype == dtype
@@ -201,7 +201,7 @@ def test_an_index_names_files_of_its_own_folder(tmp_path, name):
 
 def test_absent_shards_and_double_tensors(tmp_path):
     write(tmp_path / "m", BASE, shard_bytes=10_000)
-    files = weight_files.weight_files(tmp_path / "m")
+    files = tensor_files.weight_files(tmp_path / "m")
     shutil.copy(files[0], files[1])
     with pytest.raises(DataError, match=f"is in {files[0].name} too"):
         load(tmp_path / "m")
