@@ -1,4 +1,4 @@
-"""Room on the disk, checked before it is needed; files and folders that appear whole; what a disk refuses.
+"""Room on the disk, checked before it is needed; files and folders that appear whole; what a disk refuses; the cache.
 
 What appears whole is written beside its place under a temporary name, made durable, and renamed. A folder that is
 replaced steps aside first, for no rename replaces one that is not empty: `finish_folder` completes what a kill cut off.
@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from llmq.errors import DataError, StorageError
@@ -278,3 +279,34 @@ def reading(path: Path, advice: str = "") -> Iterator[None]:
     except OSError as error:
         way_out = f": {advice}" if advice else ""
         raise DataError(f"{path}: cannot be read ({error.strerror or error}){way_out}") from error
+
+
+def cache_folder(kind: str) -> Path:
+    """Folder for one kind of thing that is worth keeping between runs (`kernels`, `gemm`, `tokens`); it may not exist.
+
+    The place is `$LLMQ_CACHE_DIR`, else `$XDG_CACHE_HOME/llmq`, else `~/.cache/llmq`, else, for a user without a home,
+    `llmq-<user id>` in the folder for temporary files. Everything in it may be deleted at any time.
+    """
+    if own := os.environ.get("LLMQ_CACHE_DIR"):
+        return Path(own).expanduser() / kind
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "llmq" / kind
+    try:
+        home = Path.home()
+    except RuntimeError:  # neither $HOME nor an entry in the password file
+        home = Path(os.devnull)
+    return (home / ".cache" / "llmq" if home.is_dir() else _temporary()) / kind
+
+
+def _temporary() -> Path:
+    """A folder that is this user's alone: what others can write into must not be run."""
+    folder = Path(tempfile.gettempdir()) / f"llmq-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.stat()
+    own = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return folder if own else _of_this_process()
+
+
+@cache
+def _of_this_process() -> Path:
+    return Path(tempfile.mkdtemp(prefix="llmq-"))

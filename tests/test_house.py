@@ -17,7 +17,7 @@ JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 # From the ground up: what stands on a floor imports from itself and from the floors below it.
 FLOORS = (
     ("errors", "few_bits"),
-    ("cache_folder", "disk", "scaling", "screen"),
+    ("disk", "scaling", "screen"),
     ("tensor",),  # handles of values, without memory
     ("operands", "row"),  # what ops get; parameters as they are held
     ("op_protocol",),  # ops by name

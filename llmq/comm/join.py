@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.cache_folder import cache_folder
 from llmq.comm.environment import MPI, Place
 from llmq.comm.world import NO_COPIES, Copying, OneRank, World
-from llmq.disk import storage
+from llmq.disk import cache_folder, storage
 from llmq.errors import UsageError, WorldError
 
 if TYPE_CHECKING:

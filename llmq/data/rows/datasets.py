@@ -10,10 +10,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmq.cache_folder import cache_folder
 from llmq.data.rows.file_rows import FileRows, Mixed, RowSequence, Shuffled, count_rows, train_test_order
 from llmq.data.rows.hub_data import HubSpec, open_hub_set
-from llmq.disk import write_whole
+from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError
 
 CLIMB = "gvlassis/ClimbMix"

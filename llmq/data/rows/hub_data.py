@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from llmq.cache_folder import cache_folder
 from llmq.data.rows.file_rows import parsed_slice
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens.cache import json_or_none, key_of
-from llmq.disk import write_whole
+from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError, UsageError
 from llmq.files.hub import TIMEOUT_S, ask, fetch
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from llmq.cache_folder import cache_folder
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.file_rows import RowSequence
@@ -22,6 +21,7 @@ from llmq.data.tokens.produce import PART_TOKENS, is_whole
 from llmq.data.tokens.sidecar import copied_files
 from llmq.data.tokens.text import Texts
 from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.disk import cache_folder
 from llmq.errors import DataError, UsageError
 
 FORMAT = 4  # of what is made; a new one leaves what is in the cache aside

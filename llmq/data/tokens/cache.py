@@ -16,8 +16,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from llmq.cache_folder import cache_folder
-from llmq.disk import reading, storage, write_whole
+from llmq.disk import cache_folder, reading, storage, write_whole
 from llmq.errors import StorageError
 
 REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note of its hash is written

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.cache_folder import cache_folder
-from llmq.disk import replace_file
+from llmq.disk import cache_folder, replace_file
 
 ALGORITHM_BYTES = 64
 

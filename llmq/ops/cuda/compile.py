@@ -5,7 +5,7 @@ of the cache covers every byte that is compiled. Shapes and dtypes are constants
 decided per element. CuPy's own compilation is not used: it flushes subnormal numbers to zero (-ftz=true), and its cache
 does not see headers.
 
-Cubins lie in the folder `kernels` of the cache (`cache_folder.py`), under names that hold a hash of their content: a
+Cubins lie in the folder `kernels` of the cache (`llmq/disk.py`), under names that hold a hash of their content: a
 damaged one is made anew. Where that folder takes none, they stay in memory until the process ends.
 """
 
@@ -22,8 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmq.cache_folder import cache_folder
-from llmq.disk import replace_file
+from llmq.disk import cache_folder, replace_file
 from llmq.ops.cuda_sources import cuda_folder
 
 INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)

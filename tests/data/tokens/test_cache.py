@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from llmq.cache_folder import cache_folder
 from llmq.data.tokens import cache
 from llmq.data.tokens.cache import content_hash, key_of, locked
+from llmq.disk import cache_folder
 from llmq.errors import DataError, StorageError
 
 ROOT = Path(__file__).parents[3]

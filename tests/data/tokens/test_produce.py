@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from token_files import verified
 
-from llmq.cache_folder import cache_folder
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import request
 from llmq.data.rows.find_sources import Found, find
@@ -30,6 +29,7 @@ from llmq.data.tokens import text as text_files
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import cached, tokenize_data
 from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.disk import cache_folder
 from llmq.errors import DataError, StorageError
 
 ROOT = Path(__file__).parents[3]
