@@ -27,7 +27,7 @@ UNSET = """
     vocab_size min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
     memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 eva_rho lora_budget
+    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
     momentum prompt_tuning prompt_init prompt_init_text prefix_tuning
     lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
     adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg

@@ -1,7 +1,5 @@
 """Methods beside LoRA against PEFT and PyTorch, live: what is taken out of weights, gains, a part of the model."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -31,10 +29,7 @@ from golden.peft_judge import (
     step_of,
     trained,
 )
-from peft.tuners.lora import eva
-from peft.utils.incremental_pca import IncrementalPCA
 from safetensors.numpy import load_file
-from tiny_engines import GivenData, unseen
 
 from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.ia3 import Gains, scaled
@@ -53,7 +48,6 @@ from llmq.model.parameters import parameter_rows
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
-from llmq.training.survey import look
 
 pytestmark = pytest.mark.judge
 
@@ -229,43 +223,3 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
         right = trained(model)
     for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
         assert_close(by_name(run, run.parameter), right, bound)
-
-
-@pytest.mark.parametrize("rho", [1.0, 2.0])
-def test_eva_finds_what_peft_finds(rho, tmp_path, monkeypatch):
-    """Ranks, alphas and A, in a run over packed windows; PEFT decomposes whole matrices here, as we do small ones."""
-    monkeypatch.setattr(eva, "IncrementalPCA", lambda n_components, **_: IncrementalPCA(n_components))
-    config = families.FAMILIES["qwen2"]
-    parsed, weights = read_config(config), families.weights(config)
-    export_base(config, tmp_path / "base")
-    targets_ = targets(chosen("all", parsed), RANK, ALPHA, rslora=False)
-    adapters = Lora(RANK, ALPHA, targets_, init="eva", rho=rho)
-    spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=adapters)
-    tokens = (
-        np.random.default_rng(5).integers(0, config["vocab_size"], (12, families.BATCH, LENGTH + 1)).astype(np.int32)
-    )
-    batches = [Batch(one[:, :-1], np.where(one[:, 1:] % 5 == 0, -100, one[:, 1:])) for one in tokens]
-    values = open_parameters(find_source(str(tmp_path / "base")), 0)
-    found = look(spec, GivenData(batches), values, HostBackend(), lambda: 2**40, unseen)
-    given = [
-        {"input_ids": torch.tensor(one.tokens.astype(np.int64)), "labels": torch.tensor(one.targets.astype(np.int64))}
-        for one in batches
-    ]
-    theirs = initial_of(config, weights, "eva", eva_config=peft.EvaConfig(rho=rho))
-    peft.initialize_lora_eva_weights(theirs, given, show_progress_bar=False)
-    named = {ours(name): p.detach().numpy() for name, p in theirs.named_parameters() if "lora_A" in name}
-    wanted = {name.removesuffix(".lora_A.weight"): len(value) for name, value in named.items()}
-    assert {name: rank for name, (rank, _) in found.ranks.items() if rank} == wanted
-    assert (len(set(wanted.values())) == 1) == (rho == 1) and sum(wanted.values()) == RANK * len(targets_)
-    assert found.first.keys() == named.keys()
-    for name, value in named.items():
-        np.testing.assert_allclose(found.first[name], value, atol=2e-3)
-    alphas = theirs.peft_config["default"].alpha_pattern
-    fitted = adapters.with_ranks(found.ranks)
-    assert {t.module.name: t.alpha for t in fitted.targets if t.alpha != ALPHA} == pytest.approx(alphas)
-    assert {t.scale for t in fitted.targets} == {ALPHA / RANK}
-    engine = Engine(make_plan(replace(spec, adapters=fitted)), HostBackend())
-    engine.load(FirstAdapter(fitted, parsed, values, found.first).values(engine.plan.rows))
-    export_of(fitted, engine, tmp_path / "ours", "base").write(lambda row: engine.parameter(row.name))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), batches[0].tokens)

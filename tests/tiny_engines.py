@@ -1,9 +1,7 @@
 """Small models for tests of the plan and the engine: tiny shapes of every wiring, random weights, random tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ from llmq.plan.precision import Precision
 from llmq.plan.recordings import Stores
 from llmq.plan.spec import Spec
 from llmq.row import Row
-from llmq.screen import Report, unreported
 
 VOCAB, B, T = 97, 2, 16
 FP32 = Precision()
@@ -215,24 +212,3 @@ def bits(engine: Engine) -> dict[str, bytes]:
     found = {name: array.tobytes() for name, array in engine.state()}
     found |= {f"grad:{row.name}": engine.gradient(row.name).tobytes() for row in engine.plan.rows if row.trainable}
     return found
-
-
-class GivenData:
-    """Training data of some batches, over and over, of which `grad_accumulation` are a step."""
-
-    def __init__(self, batches: Sequence[Batch], grad_accumulation: int = 1) -> None:
-        self.batches, self.grad_accumulation = batches, grad_accumulation
-
-    @contextmanager
-    def loader(self) -> Iterator["GivenData"]:
-        self._coming = cycle(self.batches)
-        yield self
-
-    def next(self) -> Batch:
-        return next(self._coming)
-
-
-@contextmanager
-def unseen(title: str) -> Iterator[Report]:
-    """A task without a screen."""
-    yield unreported

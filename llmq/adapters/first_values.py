@@ -6,7 +6,7 @@ s B A. With magnitudes (DoRA) an adapter begins with the norms of the weight's r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,24 +25,16 @@ TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the 
 WHOLE = 512  # rows or columns up to which a matrix is decomposed as a whole
 OVERSAMPLED, BLOCKS = 8, 8  # directions beside the rank, and powers, of the Krylov space of larger ones
 OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
-GIVEN = "eva"  # the init of what was made before
 
 
 class FirstAdapter:
-    """The rows of a new adapter on the weights of `model`; those whose parts are `given`, by name, are these.
+    """The rows of a new adapter on the weights of `model`.
 
     Magnitudes are the norms of the model's rows. Of pissa and olora the first s B A are taken out of the weights.
     """
 
-    def __init__(
-        self,
-        adapters: Method,
-        config: ModelConfig,
-        model: Values,
-        given: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
+    def __init__(self, adapters: Method, config: ModelConfig, model: Values) -> None:
         self.adapters, self.model = adapters, model
-        self.given = {} if given is None else given  # which may be filled later
         self._weights = {row.name: row for row in parameter_rows(config)}
         self._last: tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]] = ("", {})
 
@@ -79,9 +71,6 @@ class FirstAdapter:
         """The values of rows: those that follow from weights, and others as in the model. A weight that is among the
         rows is read once."""
         made: dict[str, list[Row]] = {}
-        for row in (row for row in rows if row.init == GIVEN):
-            yield row, np.concatenate([self.given[part.name] for part in row.parts])
-        rows = [row for row in rows if row.init != GIVEN]
         for row in rows:
             if row.init in OF_WEIGHTS:
                 made.setdefault(row.name.partition(".lora_")[0] + ".weight", []).append(row)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ import numpy as np
 from pydantic import Field, PlainValidator
 
 from llmq.adapters.first_values import TAKEN_OUT, FirstAdapter, first_pair
-from llmq.adapters.method import Change, FirstBatches, Found, Method, RanksByMap, ReadTensor, SiteFacts
+from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import (
     PREFIX,
     About,
@@ -33,7 +32,6 @@ from llmq.adapters.peft_format import (
     read_modules,
     target_names,
 )
-from llmq.adapters.rank_choice import first_by_inputs, ranks_by_gradients
 from llmq.adapters.targets import (
     FILE,
     LM_HEAD,
@@ -58,7 +56,6 @@ from llmq.sites.dora import DoraLinear
 from llmq.sites.linear import Linear
 from llmq.sites.lora import DroppedAdapter, LoraAdapter, LowRank
 
-INITS = {"kaiming": True, "eva": True}  # as PEFT's config has it, where its word is another
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that do not change the model
 _Number = TypeVar("_Number", int, float)
 
@@ -89,11 +86,9 @@ class Lora(Method):
     """Low-rank adapters. `rank` and `alpha` are those of most targets; `dropout` is the share of inputs left out.
 
     `bias`: none is trained, `all` of the model, or those of adapted maps (`lora_only`). `init` says how A is drawn:
-    kaiming (uniform up to 1/sqrt(K)), gaussian (with deviation 1/R) or from inputs (eva), B being zero, or that A and
-    B are taken out of the weight (pissa, olora). With `dora` the outputs have magnitudes of their own (Liu et al.,
-    2024). The learning rate of B and of vectors is `plus` times that of A (LoRA+; Hayou et al., 2024). With eva a map
-    may get `rho` times its rank. Ranks for a `budget` of parameters are 0 until they are found, and an alpha of 0
-    becomes twice the rank.
+    kaiming (uniform up to 1/sqrt(K)) or gaussian (with deviation 1/R), B being zero, or that A and B are taken out of
+    the weight (pissa, olora). With `dora` the outputs have magnitudes of their own (Liu et al., 2024). The learning
+    rate of B and of vectors is `plus` times that of A (LoRA+; Hayou et al., 2024).
     """
 
     rank: int
@@ -105,8 +100,6 @@ class Lora(Method):
     init: str = "kaiming"
     dora: bool = False
     plus: float = 1.0
-    rho: float = 1.0
-    budget: int | None = None
 
     peft_types: ClassVar[tuple[str, ...]] = ("LORA",)
     peft_keys: ClassVar[type[PeftConfig]] = LoraKeys
@@ -117,7 +110,7 @@ class Lora(Method):
         if options.lora_rank is None or options.adalora:
             return None
         about: dict[str, Any] = {"rslora": options.rslora, "init": options.lora_init or "kaiming", "dora": options.dora}
-        return cls(**shared(options, config), **about, rho=options.eva_rho or 1.0, budget=options.lora_budget)
+        return cls(**shared(options, config), **about)
 
     @classmethod
     def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
@@ -154,20 +147,6 @@ class Lora(Method):
     def added_weights(self) -> float:  # type: ignore[override]
         """Weights of A and B that a token passes."""
         return sum(target.rank * (target.module.inputs + target.module.outputs) for target in self.targets)
-
-    @property
-    def looks(self) -> bool:  # type: ignore[override]
-        """For ranks within a budget, or for the A of EVA."""
-        return self.lacks_ranks or self.init == "eva"
-
-    def survey(self, batches: FirstBatches) -> Found:
-        """Gradients choose the ranks within a budget, inputs are what A begins with."""
-        return ranks_by_gradients(self, batches) if self.lacks_ranks else first_by_inputs(self, batches)
-
-    @property
-    def lacks_ranks(self) -> bool:
-        """Whether ranks are to be found before the run is planned."""
-        return self.budget is not None and any(target.rank == 0 for target in self.targets)
 
     @property
     def takes_out(self) -> bool:  # type: ignore[override]
@@ -226,27 +205,11 @@ class Lora(Method):
         """LoRA+ has one of its own for B and for vectors."""
         return self.plus if ".lora_b." in row.name or len(row.shape) == 1 else 1.0
 
-    def with_ranks(self, ranks: RanksByMap) -> Lora:
-        """Those whose maps are named; one of rank 0 has no adapter. Ranks for other maps change nothing."""
-        if ranks.keys() != {target.module.name for target in self.targets}:
-            return self
-        found = []
-        for target in self.targets:
-            rank, alpha = ranks[target.module.name]
-            if rank:
-                found.append(Target(target.module, rank, alpha, scale_of(rank, alpha, rslora=self.rslora)))
-        if self.budget is None or not found:
-            return replace(self, targets=tuple(found))
-        ((rank, alpha), _), *_ = Counter((target.rank, target.alpha) for target in found).most_common(1)
-        return replace(self, rank=rank, alpha=alpha, targets=tuple(found))
-
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
         about = {"dropout": self.dropout, "bias": self.bias, "rslora": self.rslora}
         more: dict[str, Any] = {"dora": True} if self.dora else {}
         more |= {"init": self.init} if self.takes_out else {}
-        more |= {"eva": [self.rank, self.rho]} if self.init == "eva" else {}
-        more |= {} if self.budget is None else {"budget": self.budget}
         return {**super().identity(), **about, **more}
 
     def words(self) -> str:
@@ -269,14 +232,6 @@ class Lora(Method):
     def facts(self) -> dict[str, Any]:
         """Rank and magnitudes, too."""
         return {**super().facts(), "lora_rank": self.rank, "dora": self.dora}
-
-    def refuse_unplanned(self) -> None:
-        """UsageError for ranks that are to be found."""
-        if self.lacks_ranks:
-            raise UsageError(
-                "--lora-rank auto looks at gradients before the run is planned, and here nothing but a plan is made: "
-                "give a number"
-            )
 
     def tile_problems(self) -> Iterator[str]:
         """Dropout."""
@@ -302,7 +257,7 @@ class Lora(Method):
             "bias": self.bias,
             "use_rslora": self.rslora,
             "use_dora": self.dora,
-            "init_lora_weights": INITS.get(self.init, self.init),
+            "init_lora_weights": True if self.init == "kaiming" else self.init,
             "fan_in_fan_out": False,
             **in_full_config(self.also, config),
         }
@@ -354,17 +309,12 @@ class Lora(Method):
 def shared(options: AdapterOptions, config: ModelConfig) -> dict[str, Any]:
     """What the options say of adapters of any kind, as arguments. UsageError."""
     assert options.lora_targets is not None
-    modules, alpha = chosen(options.lora_targets, config), options.lora_alpha or 0.0
-    rank = options.lora_rank if isinstance(options.lora_rank, int) else 0  # 0 is yet to be found
+    assert options.lora_rank is not None and options.lora_alpha is not None
+    modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
     if options.dora:
         without_head(modules)
     if options.lora_init in TAKEN_OUT and config.tie_embeddings:
         untied_only(modules, options.lora_init)
-    if not rank and config.tie_embeddings and any(module.name == LM_HEAD for module in modules):
-        raise UsageError(
-            f"--lora-rank auto looks at gradients of maps, and that of {LM_HEAD} is the embedding's too: leave it out "
-            "of --lora-targets"
-        )
     patterns: dict[str, Any] = {
         "ranks": _patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
         "alphas": _patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),

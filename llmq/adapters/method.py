@@ -7,10 +7,10 @@ trains the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,9 +32,6 @@ from llmq.stores.sharding import Shards
 Change = Callable[[int, int], np.ndarray]  # what a method adds to rows [start, stop) of a weight, in f32
 NO_TARGETS: tuple[Target, ...] = ()
 NOTHING: str | None = None
-RanksByMap = Mapping[str, tuple[int, float]]  # rank and alpha by the name of a map
-# What was found on the first batches: ranks; first values of tensors, by name; lines that say so.
-Found = tuple[RanksByMap, dict[str, np.ndarray], tuple[str, ...]]
 ReadTensor = Callable[[str], np.ndarray]  # a tensor of an adapter by its name without PEFT's prefix, in f32
 
 
@@ -50,18 +47,6 @@ class SiteFacts:
     batch_size: int
 
 
-class FirstBatches(Protocol):
-    """The first batches of a run's training data, on the model as it is; so many of them have been `seen`."""
-
-    seen: int
-
-    def gradients(self, sites: Sequence[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Each of the sites with the gradient of its weight."""
-
-    def inputs(self, wanted: Callable[[], Collection[str]], take: Callable[[str, np.ndarray], None]) -> Iterator[None]:
-        """Gives `take` the inputs (n,K) of the sites that are `wanted`, and yields after each batch."""
-
-
 @dataclass(frozen=True)
 class Method:
     """A frozen model whose layers' maps are held in `base` (None: in the model's dtype), but for the rows named in
@@ -74,7 +59,6 @@ class Method:
     freezes = True  # whether the model is frozen
     num_virtual = 0  # virtual tokens before each document
     added_weights = 0.0  # beside the model's, that a token passes
-    looks = False  # whether it finds out something on the first batches before it is planned
     unmergeable = NOTHING  # why it is a part of no weight
     is_relative = False  # whether what it changes depends on the value of the weight
     takes_out = False  # whether what it begins with is taken out of the weights
@@ -94,12 +78,10 @@ class Method:
         """What a folder's config and tensors, by our names, say, and what is wrong with them."""
         raise NotImplementedError
 
-    def first_values(
-        self, options: AdapterOptions, source: ModelSource, model: Values, seed: int, given: Mapping[str, np.ndarray]
-    ) -> Values:
-        """The values of all rows before the first step of a run that trains new ones: by `model`, or `given` by the
-        names of their tensors. UsageError."""
-        return FirstAdapter(self, source.config, model, given).values
+    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
+        """The values of all rows before the first step of a run that trains new ones, by those of the model.
+        UsageError."""
+        return FirstAdapter(self, source.config, model).values
 
     # what computes
 
@@ -161,14 +143,6 @@ class Method:
         """What it keeps of trained rows beside the optimizer's states, and does around a step."""
         return Tracked()
 
-    def survey(self, batches: FirstBatches) -> Found:
-        """What the first batches say, of a method that `looks` at them. UsageError."""
-        raise NotImplementedError
-
-    def with_ranks(self, ranks: RanksByMap) -> Method:
-        """The same with ranks and alphas that were found before it is planned, by the names of maps."""
-        return self
-
     # what it is
 
     def must_match(self) -> dict[str, Any]:
@@ -190,9 +164,6 @@ class Method:
         return {"lora_rank": None, "dora": False, "base_dtype": self.base}
 
     # what goes with it
-
-    def refuse_unplanned(self) -> None:
-        """UsageError where something is to be found out before it can be planned."""
 
     def tile_problems(self) -> Iterator[str]:
         """Why --seq-tiles does not go with it."""

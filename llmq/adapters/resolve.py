@@ -3,11 +3,9 @@ should know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
@@ -54,13 +52,12 @@ def first_values(
     source: ModelSource,
     model: Values,
     seed: int,
-    given: Mapping[str, np.ndarray],
 ) -> Values:
-    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters, of which
-    some may be `given` by the names of their tensors. DataError, UsageError."""
+    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters. DataError,
+    UsageError."""
     if options.adapter is not None:
         return open_adapter(Path(options.adapter), source.config).values(model)
-    return adapters.first_values(options, source, model, seed, given)
+    return adapters.first_values(options, source, model, seed)
 
 
 def base_notes(options: AdapterOptions, source: ModelSource, held: HeldBase, seed: int) -> Iterator[str]:

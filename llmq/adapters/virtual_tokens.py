@@ -118,11 +118,9 @@ class Prompt(VirtualTokens):
         """The prompt of --prompt-tuning."""
         return None if options.prompt_tuning is None else cls(options.prompt_tuning, base=options.base_dtype)
 
-    def first_values(
-        self, options: AdapterOptions, source: ModelSource, model: Values, seed: int, given: Mapping[str, np.ndarray]
-    ) -> Values:
+    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
         """As in PEFT drawn, or the embeddings of tokens. UsageError."""
-        drawn = super().first_values(options, source, model, seed, given)
+        drawn = super().first_values(options, source, model, seed)
         if options.prompt_init_text is None and options.prompt_init != "sample_vocab":
             return drawn
 

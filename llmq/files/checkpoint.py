@@ -232,7 +232,7 @@ def _none_there(folder: Path) -> str:
     text = f"there is no checkpoint in {folder} to continue from"
     if others:
         nearest = max(others, key=lambda path: SequenceMatcher(None, str(path), str(whole)).ratio())
-        text += f"\n  the nearest run that has some is {nearest.parent.name}: {nearest} ({_listed(found(nearest))})"
+        text += f"\n  {nearest} has some: continue them with --name {nearest.parent.name} ({_listed(found(nearest))})"
     return f"{text}\nWith --continue auto, a run starts from step 0 where there is none"
 
 

@@ -10,10 +10,10 @@ from llmq.options.field import Float, Int, NonNegative, Path, Positive, Section,
 OF_BUDGET = tuple(
     f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
 )
-NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "eva_rho", "lora_rank_pattern", "lora_alpha_pattern")
+NOT_OF_ADALORA = ("dora", "rslora", "lora_init", "lora_rank_pattern", "lora_alpha_pattern")
 SHAPE = (  # with --adapter, the folder says it
     *("lora_alpha", "lora_targets", "lora_bias", "rslora", "lora_init"),
-    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "eva_rho", "lora_budget", "adalora"),
+    *("lora_rank_pattern", "lora_alpha_pattern", "train_also", "dora", "adalora"),
     *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
@@ -34,7 +34,6 @@ RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
 
 BaseDtype = Literal["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"]
-Rank = Literal["auto"] | Positive
 
 
 def _with_rank(value: Any) -> Any:
@@ -45,7 +44,7 @@ def _of_adalora(value: Any, description: str, *aliases: str, shown: str = "", **
     """An option of --adalora, whose default may be a function of the rank."""
 
     def default(data: dict[str, Any]) -> Any:
-        if not data.get("adalora") or not isinstance(rank := data.get("lora_rank"), int):
+        if not data.get("adalora") or (rank := data.get("lora_rank")) is None:
             return None
         return value(rank) if callable(value) else value
 
@@ -54,20 +53,11 @@ def _of_adalora(value: Any, description: str, *aliases: str, shown: str = "", **
 
 class AdapterOptions(Section):
     title = "Adapters"
-    lora_rank: Rank | None = option(
-        None,
-        "Train low-rank adapters of this rank, and keep the model frozen; auto chooses a rank for each map by the "
-        "spectra of the first gradients, within --lora-budget.",
-        "lora_r",
-        metavar="auto|INT",
-    )
-    lora_budget: Positive | None = option(
-        None,
-        "With --lora-rank auto, parameters that A and B of all maps have at most.",
-        shown="needed by --lora-rank auto",
+    lora_rank: Positive | None = option(
+        None, "Train low-rank adapters of this rank, and keep the model frozen.", "lora_r"
     )
     lora_alpha: Float | None = option(
-        lambda data: 2.0 * data["lora_rank"] if isinstance(data.get("lora_rank"), int) else None,
+        lambda data: None if data.get("lora_rank") is None else 2.0 * data["lora_rank"],
         "Multiply what adapters add by this over the rank.",
         shown="twice the rank",
         gt=0,
@@ -96,20 +86,11 @@ class AdapterOptions(Section):
     rslora: bool = option(
         False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
     )
-    lora_init: Literal["kaiming", "gaussian", "pissa", "olora", "eva"] | None = option(
+    lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
         lambda data: None if data.get("adalora") else _with_rank("kaiming")(data),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
-        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition; "
-        "eva makes A of the directions in which the map's inputs vary most, over the first batches.",
+        "and B is zero; pissa and olora take the principal part of the weight out of it, or of its QR decomposition.",
         shown="kaiming; --adalora has one of its own",
-    )
-    eva_rho: Float | None = option(
-        lambda data: 2.0 if data.get("lora_init") == "eva" else None,
-        "With --lora-init eva, give ranks to the maps with the most to explain: each at most this many times its own, "
-        "and all together as many as without; 1 leaves them as they are.",
-        "rho",
-        shown="2",
-        ge=1,
     )
     lora_rank_pattern: Text | None = option(
         None,
@@ -225,14 +206,11 @@ class AdapterOptions(Section):
         if self.prompt_tuning is None and (given := self.given(OF_PROMPTS)):
             yield f"{self.written(given[0])} is for prompts: add --prompt-tuning"
         if not self.given(("prompt_tuning", "prefix_tuning", "ia3")):
-            yield from self._of_auto()
             yield from self._of_low_rank()
 
     def _of_low_rank(self) -> Iterator[str]:
         """What contradicts the kind of adapter, or is for adapters where there are none."""
         given, fix = self.given(SHAPE), "is for adapters: add --lora-rank"
-        if self.eva_rho is not None and self.lora_init not in ("eva", None):
-            yield f"{self.written('eva_rho')} is for --lora-init eva, and this run has {self.lora_init}: leave it out"
         if self.adapter is not None and self.lora_rank is not None:
             yield f"--lora-rank {self.lora_rank} is of a new adapter, and --adapter continues one: give one of them"
         elif self.adapter is not None:
@@ -246,20 +224,3 @@ class AdapterOptions(Section):
         else:
             given = [key for key in OF_BUDGET if getattr(self, key) is not None]  # which may be 0
             yield from (f"{self.written(key)} is for --adalora: add that" for key in given)
-
-    def _of_auto(self) -> Iterator[str]:
-        """What contradicts --lora-rank auto, or needs it."""
-        if self.lora_rank != "auto":
-            if self.lora_budget is not None and self.lora_rank is not None:
-                yield (
-                    f"--lora-budget {self.lora_budget} is for --lora-rank auto, and this run has {self.lora_rank}: "
-                    "leave one of them out"
-                )
-            return
-        if self.adalora:
-            yield "--adalora chooses ranks while it trains, and --lora-rank auto before: leave one of them out"
-        if self.lora_budget is None:
-            yield "--lora-rank auto chooses ranks within a number of parameters: add --lora-budget N"
-        for key, given in (("lora_rank_pattern", self.lora_rank_pattern), ("lora_init", self.lora_init == "eva")):
-            if given:
-                yield f"{self.written(key)} chooses ranks, as --lora-rank auto does: leave one of them out"

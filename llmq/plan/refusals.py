@@ -11,7 +11,6 @@ from llmq.plan.spec import Spec
 def refuse(spec: Spec) -> None:
     """UsageError with everything that the update in backward, tiles, weights without masters and copies made for each
     use cannot do, and for ranks of adapters that are not known."""
-    spec.adapters.refuse_unplanned()
     problems: list[str] = []
     if spec.memory.fused:
         problems += [f"--fused-update: {text}" for text in _fused(spec)]

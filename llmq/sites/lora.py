@@ -18,7 +18,7 @@ from llmq.row import Part, Row
 from llmq.tensor import Ref, Slot
 
 Some = TypeVar("Some", Ref, Ref | None)
-FROM_ZERO = ("kaiming", "gaussian", "eva")  # inits with which B is zero
+FROM_ZERO = ("kaiming", "gaussian")  # inits with which B is zero
 ONE_PASS = (16, 32)  # ranks whose gradients of B, and of what B multiplies, come of one pass over d_y
 WHOLE = 8  # what places and widths are multiples of for that
 

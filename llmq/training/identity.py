@@ -21,7 +21,6 @@ def state_of(run: Ready, start: Sequence[str]) -> dict[str, Any]:
         "must_match": must_match(run),
         "row_layout": run.data.layout.kind,
         "algorithms": run.backend.algorithms,
-        "ranks": dict(run.found.ranks),
         "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)},
     }
 

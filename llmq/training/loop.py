@@ -87,7 +87,6 @@ class Loop:
         """Weights from the source or state from the checkpoint, and the log's file."""
         ready, engine, log = self.ready, self.engine, self.log
         if ready.results.resume is None:
-            ready.found.share(ready.plan, self.ranks)
             load_weights(engine, ready, log, self.interrupt)
             log.begin(num_steps=self.num_steps)
             return

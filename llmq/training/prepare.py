@@ -39,7 +39,6 @@ from llmq.training.ready import Ready, Replan, Results
 from llmq.training.room import check_disk, check_memory
 from llmq.training.run_data import NamedRunData, RunData
 from llmq.training.samples import open_samples
-from llmq.training.survey import Surveyed, found_before, look
 from llmq.training.without_effect import without_effect
 
 
@@ -63,11 +62,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Planned:
-    """The plan of a run, what plans it otherwise, what was found out before, and what timing chose for each site."""
+    """The plan of a run, what plans it with other dtypes, and what timing chose for each site."""
 
     plan: Plan
     replan: Replan
-    found: Surveyed
     matmuls: Mapping[str, str]
 
 
@@ -99,8 +97,9 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
         device=start.device,
         backend=backend,
         source=start.source,
-        values=_first_values(fit.options, planned, start),
-        found=planned.found,
+        values=adapters.first_values(
+            fit.options.adapters, planned.plan.spec.adapters, start.source, start.values, start.seed
+        ),
         trains=trains,
         samples=samples,
         plan=planned.plan,
@@ -183,24 +182,14 @@ def _fit(options: Options, facts: Facts, data: Data, backend: Backend, start: St
 
 
 def _plan(fit: Fit, facts: Facts, data: Data, backend: Backend, start: Start) -> Planned:
-    """The plan of the options that were chosen, once it is known what adapters find out and what timing chooses."""
+    """The plan of the options that were chosen, once it is known what timing chooses."""
     dtypes, is_timed = _resolve_precision(fit.options, facts.config, start)
     spec = facts.spec(fit.options, dtypes)
-    found = _look(spec, backend, data, start)
-    replan = _planner(fit.options, found.fit(spec), start.device, backend, fit.plan)
+    replan = _planner(fit.options, spec, start.device, backend, fit.plan)
     matmuls: Mapping[str, str] = {}
     if is_timed:
         dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, start.log)
-    return Planned(replan(dtypes, 0), replan, found, matmuls)
-
-
-def _look(spec: Spec, backend: Backend, data: Data, start: Start) -> Surveyed:
-    """What the first batches say of the adapters of a spec, unless a checkpoint or another rank does; a dry run, which
-    has no weights, plans for what is asked."""
-    found = found_before(spec.adapters, start.earlier.state, start.ranks.told)
-    if found is None and not start.is_dry:
-        found = look(spec, data, start.values, backend, lambda: device.memory_bytes(start.device)[1], start.log.task)
-    return found or Surveyed()
+    return Planned(replan(dtypes, 0), replan, matmuls)
 
 
 def _planner(options: Options, spec: Spec, where: Device, backend: Backend, known: Plan | None) -> Replan:
@@ -242,16 +231,9 @@ def _results(options: Options, trains: RunData, planned: Planned, start: Start, 
         checkpoints=start.earlier.checkpoints,
         resume=start.earlier.path,
         continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
-        notices=(*options.notices, *start.early, *planned.found.lines, *opened.notices),
+        notices=(*options.notices, *start.early, *opened.notices),
         warnings=(speed.warning,) if speed and speed.warning else (),
     )
-
-
-def _first_values(options: Options, planned: Planned, start: Start) -> Values:
-    """What gives rows as they are before the first step."""
-    method, given = planned.plan.spec.adapters, planned.found.first
-    of_model = (start.source, start.values, start.seed)
-    return adapters.first_values(options.adapters, method, *of_model, given)
 
 
 def _with_advice(run: Ready, given: Mapping[str, object]) -> Results:

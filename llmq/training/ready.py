@@ -26,7 +26,6 @@ from llmq.tensor import DTYPES
 from llmq.training.gpu_log import GpuWatch
 from llmq.training.run_data import RunData
 from llmq.training.samples import SamplePrompts
-from llmq.training.survey import Surveyed
 
 Replan = Callable[[Precision, int], Plan]  # a plan with other dtypes, where some more bytes are free than now
 
@@ -52,7 +51,6 @@ class Ready:
     backend: Backend
     source: ModelSource
     values: Values  # of rows before the first step
-    found: Surveyed  # before adapters were planned
     trains: RunData
     samples: SamplePrompts | None
     plan: Plan

@@ -88,7 +88,7 @@ def _choices(run: Ready) -> dict[str, Any]:
     resume = str(run.results.resume) if run.results.resume else None
     sites = {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}
     fit = {"fit": dict(run.fitted)} if run.fitted else {}
-    return {"resume": resume, "sites": sites, "ranks": dict(run.found.ranks), **fit}
+    return {"resume": resume, "sites": sites, **fit}
 
 
 def _share_algorithms(run: Ready, log: RunLog, ranks: Ranks) -> None:

@@ -137,10 +137,6 @@ def test_it_trains_on_quantized_weights_in_fp8(given):
         ({"lora_rank": None}, "--adalora is for adapters: add --lora-rank"),
         ({"lora_rank": None, "adapter": "a"}, "--adalora is said by --adapter a"),
         ({"lora_rank": None, "ia3": "mlp"}, "--ia3 mlp trains gains, and --adalora is of another method"),
-        (
-            {"lora_rank": "auto", "lora_budget": 500},
-            "--adalora chooses ranks while it trains, and --lora-rank auto before",
-        ),
         ({"adalora_target_rank": 4}, "--adalora-target-rank 4 is not below --lora-rank 4"),
         ({"adalora_warmup": 6}, "--adalora-warmup 6 and --adalora-final 2 leave none of 8 steps"),
         ({"adalora_beta1": 1.0}, "--adalora-beta1 1.0 is too large"),

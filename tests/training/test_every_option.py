@@ -53,7 +53,6 @@ RUNS = {  # what the options are walked in
     "hosted": {"offload_opt_m": True},
     "adapter": {"adapter": "adapter"},
     "adalora": {"lora_rank": 4, "adalora": True, "adalora_interval": 2},
-    "eva": {"lora_rank": 2, "lora_init": "eva"},
     "prompt": {"prompt_tuning": 2, "packing": False},
     "prefix": {"prefix_tuning": 2, "packing": False},
     "biases": {"train_only": "*.bias"},
@@ -70,8 +69,8 @@ VALUES = {  # unlike the default, and what the runs above have
     "eval_file": "other.bin", "batch_size": 1, "global_batch_size": 6, "grad_accumulation": 1, "seq_len": 24,
     "augment": "token-dropout=0.3", "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
     "data_format": "text", "map": ["question=answer"], "prompt_template": "prompt.jinja", "train_on": "all",
-    "chat_template": "chat.jinja", "skip_bad_rows": 2, "lora_rank": 3, "lora_budget": 500, "lora_alpha": 3.0,
-    "lora_dropout": 0.3, "lora_targets": "mlp", "eva_rho": 1.0, "lora_rank_pattern": "mlp=1",
+    "chat_template": "chat.jinja", "skip_bad_rows": 2, "lora_rank": 3, "lora_alpha": 3.0,
+    "lora_dropout": 0.3, "lora_targets": "mlp", "lora_rank_pattern": "mlp=1",
     "lora_alpha_pattern": "mlp=1", "adalora_target_rank": 1, "adalora_warmup": 1, "adalora_final": 1,
     "adalora_interval": 1, "adalora_beta1": 0.5, "adalora_beta2": 0.5, "adalora_orth_reg": 0.1,
     "lora_plus_ratio": 4.0, "train_also": "lm_head", "adapter": "adapter",
@@ -88,7 +87,7 @@ VALUES = {  # unlike the default, and what the runs above have
     "host_memory_limit": "1MiB", "seed": 1, "ray_address": "auto", "restart_failed": 2,
     "debug_memory": "runs/tensors.txt", "device": "cuda", "export_dtype": "fp16", "matmul_dtype": ["bf16", "e4m3"],
     "head_dtype": "e4m3", "reduce_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": ["bf16", "none"],
-    "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa", "eva"],
+    "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa"],
 }
 # fmt: on
 # What matters once something happens: an earlier run, numbers that are not finite, copies that lose much, bad or long

@@ -85,7 +85,8 @@ COMMAND_LINES = {
 --global-batch-size 8 --grad-accumulation 2 | --global-batch-size 8 and --grad-accumulation
 --eval-fraction 0.5 | --eval-fraction 0.5 is for --data: give that
 --streaming | --streaming is for --data: give that, or
---lora-rank auto | --lora-rank auto chooses ranks within a
+--lora-rank auto | --lora-rank auto is not a whole
+--lora-budget 5 | ranks are no longer chosen by the first
 --lora-rank 4 --lora-targets q_porj | --lora-targets q_porj: no such linear map in
 --lora-rank 4 --lora-targets '' | --lora-targets '': no such linear map in a
 --lora-rank 4 --lora-targets 'layers.[0-' | --lora-targets layers.[0-: no such linear map
@@ -93,7 +94,8 @@ COMMAND_LINES = {
 --lora-rank 4 --lora-alpha-pattern q_proj=nan | --lora-alpha-pattern q_proj=nan: write
 --lora-rank 4 --lora-rank-pattern nothing=3 | --lora-rank-pattern nothing: no linear map
 --lora-rank 4 --train-also nothing | --train-also nothing: no module of the model
---lora-rank 4 --eva-rho 2 | --eva-rho 2 is for --lora-init eva, and this
+--lora-rank 4 --eva-rho 2 | EVA is no longer there: use
+--lora-rank 4 --lora-init eva | --lora-init eva is not one of
 --lora-rank 4 --adalora-beta1 0.5 | --adalora-beta1 0.5 is for --adalora: add that
 --lora-rank 4 --adalora --dora | --dora does not go with --adalora: leave it
 --lora-rank 4 --adalora --adalora-target-rank 9 | --adalora-target-rank 9 is not below
