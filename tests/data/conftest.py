@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_tokenizers import EOS, byte_level, save
+
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenize import tokenize_data
 
 SHARED = Path(__file__).parents[3] / "shared/data"
 
@@ -21,6 +25,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a GPT-2 style tokenizer whose configuration names EOS."""
     return save(byte_level(), tmp_path_factory.mktemp("tokenizer") / "small", {"eos_token": EOS})
+
+
+@pytest.fixture
+def call(tmp_path: Path, small_tokenizer: Path) -> Callable[..., list[TokenFile]]:
+    """`tokenize_data` of a path, with the small tokenizer unless it trains one, into a folder of `tmp_path`."""
+
+    def call(path: Path, out: str | Path = "out", **more: Any) -> list[TokenFile]:
+        given = {"inputs": [str(path)], "out_dir": tmp_path / out, **more}
+        return tokenize_data(**({} if "train_tokenizer" in more else {"tokenizer": str(small_tokenizer)}) | given)
+
+    return call
 
 
 @pytest.fixture

@@ -42,9 +42,13 @@ def joined(found: Iterable[TokenBatch]) -> tuple[list[int], list[int]]:
     return ids, stops
 
 
+@pytest.mark.parametrize("in_pieces", [True, False])
 @pytest.mark.parametrize("begins", [False, True])
-def test_text_begins_and_ends_once_and_continues_after_any_batch(tmp_path: Path, monkeypatch, begins: bool) -> None:
-    """Also where the tokenizer itself puts a token before a text."""
+def test_text_begins_and_ends_once_and_continues_after_any_batch(
+    tmp_path: Path, monkeypatch, begins: bool, in_pieces: bool
+) -> None:
+    """Also where the tokenizer itself puts a token before a text; text that spells a special one is ordinary text."""
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
     monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
     made = byte_level(added=("[begin]",))
@@ -52,7 +56,10 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(tmp_path: Path,
     if begins:
         made.post_processor = processors.TemplateProcessing(single="[begin] $A", special_tokens=[("[begin]", begin)])
     tokenizer = TextTokenizer.open(str(save(made, tmp_path / "t", {"eos_token": EOS})))
-    texts = ["It's the king's \u00e9t\u00e9 \U0001f600 isn't it?\n" * (3 + 9 * number) for number in range(3)] + ["b"]
+    made.encode_special_tokens = True
+    texts = [
+        "It's the king's \u00e9t\u00e9 \U0001f600 <|endoftext|> isn't it?\n" * (3 + 9 * number) for number in range(3)
+    ] + ["b"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
     work = TextWork(open_documents(sorted(tmp_path.glob("*.txt"))), tokenizer)
@@ -61,7 +68,9 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(tmp_path: Path,
     wholes = [[begin] * begins + made.encode(text, add_special_tokens=False).ids + [eos] for text in texts]
     assert ids == [number for whole in wholes for number in whole]
     assert stops == np.cumsum([len(whole) for whole in wholes]).tolist()
-    assert len(found) > 5 and sum(tokens.num_bytes for tokens in found) == sum(len(text.encode()) for text in texts)
+    assert len(found) > (5 if in_pieces else 1) and sum(tokens.num_bytes for tokens in found) == sum(
+        len(text.encode()) for text in texts
+    )
     for count, position in enumerate(positions, 1):
         rest, _ = joined(tokens for _, tokens in tokenized(work, position))
         assert rest == ids[sum(len(before.ids) for before in found[:count]) :]

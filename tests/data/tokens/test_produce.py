@@ -27,7 +27,7 @@ from llmq.data.rows.request import Request
 from llmq.data.tokens import pipeline, produce
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenize import cached, tokenize_data
+from llmq.data.tokens.tokenize import cached
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.disk import cache_folder
 from llmq.errors import DataError, StorageError
@@ -59,16 +59,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in SMALL.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
-
-
-@pytest.fixture
-def call(tmp_path: Path, small_tokenizer: Path) -> Callable[..., list[TokenFile]]:
-    """`tokenize_data` of a path with the small tokenizer into a folder of `tmp_path`."""
-
-    def call(path: Path, out: str | Path = "out", **more: Any) -> list[TokenFile]:
-        return tokenize_data(tokenizer=str(small_tokenizer), inputs=[str(path)], out_dir=tmp_path / out, **more)
-
-    return call
 
 
 SILENT: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}

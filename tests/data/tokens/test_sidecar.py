@@ -33,20 +33,15 @@ def test_it_is_read_as_written(tmp_path: Path) -> None:
         (lambda d: d.update(num_tokens=8), r"is of 8 tokens, but train\.bin has 7"),
         (lambda d: d.update(sidecar_version=2), "sidecar_version 2"),
         (lambda d: d["tokenizer"].pop("sha256"), r"tokenizer\.sha256: Field required"),
+        *((content, "is not a sidecar") for content in (b"", b"[]", b"\xff\xfe", b'{"num_tokens": 7', b"null")),
     ],
 )
-def test_a_foreign_sidecar_is_refused(tmp_path: Path, change, says: str) -> None:
+def test_a_foreign_or_broken_sidecar_is_refused(tmp_path: Path, change, says: str) -> None:
     content = sidecar().model_dump(mode="json")
-    change(content)
-    (tmp_path / "train.bin.json").write_text(json.dumps(content))
+    if not isinstance(change, bytes):
+        change(content)
+    (tmp_path / "train.bin.json").write_bytes(change if isinstance(change, bytes) else json.dumps(content).encode())
     with pytest.raises(DataError, match=says):
-        Sidecar.read(tmp_path / "train.bin", 7)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b'{"num_tokens": 7', b"null"])
-def test_a_broken_sidecar_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "train.bin.json").write_bytes(content)
-    with pytest.raises(DataError, match="is not a sidecar"):
         Sidecar.read(tmp_path / "train.bin", 7)
 
 

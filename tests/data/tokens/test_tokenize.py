@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from llmq.cli import shell
 from llmq.cli.tokenize_data import command
 from llmq.data.batches.loader import open_data
-from llmq.data.tokens import pipeline, tokenize
 from llmq.data.tokens import text as text_files
+from llmq.data.tokens import tokenize
 from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
@@ -34,46 +34,14 @@ def reference(folder: Path, documents: list[str], eos: int) -> list[int]:
     return [i for document in documents for i in (*tokenizer.encode(document, add_special_tokens=False).ids, eos)]
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_ids_are_those_of_whole_documents_in_any_batches(
-    tmp_path: Path, monkeypatch, small_tokenizer: Path, in_pieces: bool
-) -> None:
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 40)
-    monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 100)
-    monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
-    documents = ["The king's <|endoftext|> \u00e9t\u00e9 10 20\n\n  x" * n for n in (1, 30, 2)]
-    for number, document in enumerate(documents):
-        (tmp_path / f"{number}.txt").write_text(document)
-    (tmp_path / "1b.txt").touch()
-    progress: list[tuple[int, int]] = []
-    (written,) = tokenize_data(
-        tokenizer=str(small_tokenizer),
-        inputs=[str(tmp_path / "*.txt")],
-        eval_fraction=0,
-        out_dir=tmp_path / "out",
-        on_progress=lambda done, total: progress.append((done, total)),
-    )
-    assert len(progress) > (3 if in_pieces else 1)
-    tokens = TokenFile.open(tmp_path / "out/train.bin").tokens.tolist()
-    assert tokens == reference(small_tokenizer, documents, 0) and tokens.count(0) == 3
-    assert (written.path, written.num_tokens, written.num_documents) == (tmp_path / "out/train.bin", len(tokens), 3)
-
-
-def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenizer: Path) -> None:
-    for number in range(20):
-        (tmp_path / f"{number:02d}.txt").write_text(f"document {number:02d}\n")
-    seen: list[tuple[int, int]] = []
-    tokenize_data(
-        tokenizer=str(small_tokenizer),
-        inputs=[str(tmp_path / "*.txt")],
-        out_dir=tmp_path / "out",
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    out = tmp_path / "out"
+def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenizer: Path, call) -> None:
+    texts, seen, out = [f"document {number:02d}\n" for number in range(20)], [], tmp_path / "out"
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:02d}.txt").write_text(text)
+    call(tmp_path / "*.txt", on_progress=lambda done, total: seen.append((done, total)))
     assert sorted(p.name for p in out.iterdir()) == [
         "eval.bin", "eval.bin.json", "tokenizer", "train.bin", "train.bin.json",
     ]  # fmt: skip
-    texts = [f"document {number:02d}\n" for number in range(20)]
     assert TokenFile.open(out / "eval.bin").tokens.tolist() == reference(small_tokenizer, [texts[9], texts[19]], 0)
     train = TokenFile.open(out / "train.bin")
     assert train.tokens.tolist() == reference(small_tokenizer, texts[:9] + texts[10:19], 0)
@@ -87,21 +55,17 @@ def test_two_files_two_sidecars_and_the_tokenizer(tmp_path: Path, small_tokenize
     assert open_data(options, train.header.vocab_size, 0).tokenizer_folder() == out / "tokenizer"  # type: ignore[arg-type]
 
 
-def test_files_of_two_tokenizers_are_not_mixed(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_files_of_two_tokenizers_are_not_mixed(tmp_path: Path, small_tokenizer: Path, call) -> None:
     (tmp_path / "a.txt").write_text("some text for two tokenizers\n" * 9)
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text((small_tokenizer / "tokenizer.json").read_text() + "\n")
     for name in (small_tokenizer, other):
-        tokenize_data(tokenizer=str(name), inputs=[str(tmp_path / "a.txt")], out_dir=tmp_path / f"out-{name.name}")
-    options = DataOptions(train_file=str(tmp_path / "out-*/train.bin"), **SMALL)
-    with pytest.raises(DataError, match=r"of different tokenizers: .*other.*small"):
-        open_data(options, 999, 0)  # type: ignore[arg-type]
-    options = DataOptions(
-        train_file=str(tmp_path / "out-small/train.bin"), eval_file=str(tmp_path / "out-other/eval.bin"), **SMALL
-    )
-    with pytest.raises(DataError, match="of different tokenizers"):
-        open_data(options, 999, 0)  # type: ignore[arg-type]
+        call(tmp_path / "a.txt", name.name, tokenizer=str(name))
+    for files in ({"train_file": "*/train.bin"}, {"train_file": "small/train.bin", "eval_file": "other/eval.bin"}):
+        options = DataOptions(**{key: str(tmp_path / name) for key, name in files.items()}, **SMALL)
+        with pytest.raises(DataError, match=r"of different tokenizers: .*(other.*small|small.*other)"):
+            open_data(options, 999, 0)
 
 
 def test_default_folders_are_named_after_text_and_tokenizer(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
@@ -119,16 +83,17 @@ def test_default_folders_are_named_after_text_and_tokenizer(tmp_path: Path, monk
         assert [str(file.path) for file in written] == [f"{folder}/train.bin", f"{folder}/eval.bin"]
 
 
-def test_a_stale_eval_file_is_not_left_beside_new_training_data(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_a_stale_eval_file_is_not_left_beside_new_training_data(tmp_path: Path, call) -> None:
     (tmp_path / "a.txt").write_text("x\ny\n" * 9)
-    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(tmp_path / "a.txt")], "out_dir": tmp_path / "out"}
-    tokenize_data(**arguments)
-    tokenize_data(**arguments)
+    call(tmp_path / "a.txt")
+    call(tmp_path / "a.txt")
     with pytest.raises(StorageError, match=r"eval\.bin is of an earlier run"):
-        tokenize_data(**arguments, eval_fraction=0)
+        call(tmp_path / "a.txt", eval_fraction=0)
 
 
-def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str], Path]) -> None:
+def test_real_text_with_a_real_tokenizer(tmp_path: Path, monkeypatch, shared: Callable[[str], Path]) -> None:
+    """Also where it is cut into small pieces."""
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 512)
     corpus, folder = shared("tinyshakespeare.txt"), shared("qwen2.5-tokenizer")
     written = tokenize_data(tokenizer=str(folder), inputs=[str(corpus)], out_dir=tmp_path)
     assert [file.num_tokens for file in written] == [270362, 31470]
@@ -141,22 +106,6 @@ def test_real_text_with_a_real_tokenizer(tmp_path: Path, shared: Callable[[str],
     assert "".join(parts) == whole
     assert 0.09 * len(whole) < len(parts[1]) <= 0.1 * len(whole) and parts[0].endswith("\n")
     np.testing.assert_array_equal(evaluation[:-1], tokenizer.encode(parts[1], add_special_tokens=False).ids)
-
-
-@pytest.mark.slow
-def test_real_text_in_small_pieces_has_the_same_ids(tmp_path: Path, monkeypatch, shared: Callable[[str], Path]) -> None:
-    folder = shared("qwen2.5-tokenizer")
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 512)
-    content = b"".join(
-        shared(name).read_bytes()[:40_000] for name in ("tinyshakespeare.txt", "wikitext2-test.txt", "gsm8k-test.jsonl")
-    )
-    content = content.decode(errors="ignore").encode()
-    (tmp_path / "a.txt").write_bytes(content)
-    (written,) = tokenize_data(
-        tokenizer=str(folder), inputs=[str(tmp_path / "a.txt")], eval_fraction=0, out_dir=tmp_path / "out"
-    )
-    assert len(list(text_files.pieces(text_files.Document(tmp_path / "a.txt", 0, len(content)), cut=True))) > 150
-    assert TokenFile.open(written.path).tokens.tolist() == reference(folder, [content.decode()], 151643)
 
 
 @pytest.mark.slow
@@ -206,31 +155,31 @@ def test_the_token_files_are_those_of_the_tokenizer_beside_them(text: Path, tmp_
     ]
 
 
-def test_it_is_lossless_on_text_that_it_never_saw(text: Path, tmp_path: Path) -> None:
-    tokenize_data(train_tokenizer=300, inputs=[str(text)], out_dir=tmp_path / "out")
+def test_it_is_lossless_on_text_that_it_never_saw(text: Path, tmp_path: Path, call) -> None:
+    call(text, train_tokenizer=300)
     tokenizer = TextTokenizer.open(str(tmp_path / "out/tokenizer"))
     assert tokenizer.in_pieces and (tokenizer.vocab_size, tokenizer.begin_ids) == (300, ())
     for unseen in ("class Reader: ...", "\t\r\n  \u00e9\u4e2d\U0001f600\x00"):
         assert tokenizer.encoder.decode(tokenizer.encoder.encode(unseen).ids) == unseen
 
 
-def test_the_same_text_gives_the_same_bytes_and_the_held_out_text_has_no_part(tmp_path: Path) -> None:
+def test_the_same_text_gives_the_same_bytes_and_the_held_out_text_has_no_part(tmp_path: Path, call) -> None:
     """Of two files the second one is held out: its words are no tokens."""
     for name, content in (("a", WORDS), ("b", "quokka " * 1000)):
         (tmp_path / f"{name}.txt").write_text(content)
     made = []
     for name in ("one", "two"):
-        tokenize_data(train_tokenizer=350, inputs=[str(tmp_path / "*.txt")], eval_fraction=0.5, out_dir=tmp_path / name)
+        call(tmp_path / "*.txt", name, train_tokenizer=350, eval_fraction=0.5)
         made.append([(tmp_path / name / file).read_bytes() for file in ("tokenizer/tokenizer.json", "train.bin")])
     assert made[0] == made[1]
     assert not any("quok" in token for token in Tokenizer.from_buffer(made[0][0]).get_vocab())
 
 
-def test_text_that_is_too_little_names_the_size_that_it_is_enough_for(text: Path, tmp_path: Path) -> None:
+def test_text_that_is_too_little_names_the_size_that_it_is_enough_for(text: Path, tmp_path: Path, call) -> None:
     with pytest.raises(DataError, match="--train-tokenizer 50000: the text is enough for") as raised:
-        tokenize_data(train_tokenizer=50_000, inputs=[str(text)], out_dir=tmp_path / "out")
+        call(text, train_tokenizer=50_000)
     enough = int(str(raised.value).rsplit(" ", 1)[1])
-    tokenize_data(train_tokenizer=enough, inputs=[str(text)], out_dir=tmp_path / "out")
+    call(text, train_tokenizer=enough)
     assert TokenFile.open(tmp_path / "out/train.bin").header.vocab_size == enough
 
 
@@ -251,9 +200,9 @@ def test_contradictions_are_refused(arguments, says: str, text: Path, tmp_path: 
     assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_call_that_fails_leaves_the_earlier_files_whole(text: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_call_that_fails_leaves_the_earlier_files_whole(text: Path, tmp_path: Path, monkeypatch, call) -> None:
     out = tmp_path / "out"
-    tokenize_data(train_tokenizer=300, inputs=[str(text)], out_dir=out)
+    call(text, train_tokenizer=300)
     before = shutil.copytree(out, tmp_path / "before")
 
     def fail(*_: object, **__: object) -> None:
@@ -261,6 +210,6 @@ def test_a_call_that_fails_leaves_the_earlier_files_whole(text: Path, tmp_path: 
 
     monkeypatch.setattr(tokenize, "make", fail)
     with pytest.raises(DataError, match="lost"):
-        tokenize_data(train_tokenizer=320, inputs=[str(text)], out_dir=out)
+        call(text, train_tokenizer=320)
     files = {path.relative_to(before): path.read_bytes() for path in before.rglob("*") if path.is_file()}
     assert {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
