@@ -370,8 +370,8 @@ def test_where_there_is_none_the_nearest_run_is_named(tmp_path: Path, monkeypatc
     with pytest.raises(DataError) as caught:
         find(Path("runs", "qwen-sft-2", "checkpoints"), "newest")
     assert str(caught.value).splitlines() == [
+        "there is no checkpoint in runs/qwen-sft-2/checkpoints to continue from",
         f"  {tmp_path}/runs/qwen-sft-1/checkpoints has some: continue them with --name qwen-sft-1 (steps 5, 7)",
-        f"  the nearest run that has some is qwen-sft-1: {tmp_path}/runs/qwen-sft-1/checkpoints (steps 5, 7)",
         "With --continue auto, a run starts from step 0 where there is none",
     ]
 
