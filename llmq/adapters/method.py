@@ -18,8 +18,8 @@ from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
 from llmq.adapters.tracked import Programs, Tracked
-from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
-from llmq.blocks.embed import Embed, PromptedEmbed
+from llmq.blocks.attention import Rotary
+from llmq.blocks.embed import Embed
 from llmq.files.source import ModelSource, Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
@@ -101,11 +101,11 @@ class Method:
         """A linear map that has targets, with what the method puts around it."""
         raise NotImplementedError
 
-    def embed(self, base: Embed, config: ModelConfig) -> Embed | PromptedEmbed:
+    def embed(self, base: Embed, config: ModelConfig) -> Embed:
         """The embedding, with what the method puts around it."""
         return base
 
-    def rotary(self, base: Rotary | NormedRotary) -> Rotary | NormedRotary | PrefixedRotary:
+    def rotary(self, base: Rotary) -> Rotary:
         """What makes queries, keys and values of positions, with what the method puts around it."""
         return base
 

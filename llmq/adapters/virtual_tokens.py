@@ -23,8 +23,9 @@ import numpy as np
 from llmq.adapters.method import Method
 from llmq.adapters.peft_format import About, AdapterExport, Read
 from llmq.adapters.targets import FILE
-from llmq.blocks.attention import NormedRotary, PrefixedRotary, Rotary
-from llmq.blocks.embed import Embed, PromptedEmbed
+from llmq.blocks.attention import Rotary
+from llmq.blocks.embed import Embed
+from llmq.blocks.virtual_tokens import PrefixedRotary, PromptedEmbed
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource, Values, uniform_block
 from llmq.files.tensor_files import FILE_DTYPES, Stored
@@ -166,7 +167,7 @@ class Prefix(VirtualTokens):
         """The prefix of --prefix-tuning."""
         return None if options.prefix_tuning is None else cls(options.prefix_tuning, base=options.base_dtype)
 
-    def rotary(self, base: Rotary | NormedRotary) -> PrefixedRotary:
+    def rotary(self, base: Rotary) -> PrefixedRotary:
         """Keys and values, with the virtual tokens' in place of those of their positions."""
         return PrefixedRotary(base, self.num_virtual)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from llmq.comm.world import ALONE, World
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
 from llmq.hardware.cores import use_blas_threads
-from llmq.hardware.host_memory import host_memory_bytes
+from llmq.hardware.host_memory import host_memory_bytes, peak_resident_bytes
 from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import reference
 from llmq.ops.temporaries import temporary_bytes
@@ -156,15 +153,3 @@ class HostBackend:
                     each()
 
         return run
-
-
-def peak_resident_bytes(root: Path = Path("/")) -> int:
-    """Largest resident size of this process, bytes. `root` is where proc is mounted.
-
-    Linux keeps getrusage's figure over an exec: a small program that a large one starts would show the large one's.
-    """
-    try:
-        lines = (root / "proc/self/status").read_text("ascii", errors="replace").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

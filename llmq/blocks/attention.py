@@ -1,18 +1,19 @@
-"""Attention sublayer: norm, packed q-k-v projection, rotary (with or without qk-norm), an attention core, projection.
+"""Attention sublayer: norm, packed q-k-v projection, rotary, an attention core, projection.
 
-Two parts vary between models and are objects, so that the sublayer stays a straight line: the *rotary* (what happens
-to q and k before attention) and the *core* (which keys a query sees).
+Two parts vary between models and runs and are objects, so that the sublayer stays a straight line: the *rotary* (what
+happens to q and k before attention) and the *core* (which keys a query sees).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from llmq.blocks.rows import SublayerRows
 from llmq.op_protocol import Ops
 from llmq.protocols import Core, Parameters, Site, Slots
-from llmq.row import Row, SublayerRows
+from llmq.row import Row
 from llmq.tensor import Slot
 
 
@@ -35,14 +36,6 @@ class Heads:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Parameters of several documents: at most `max_docs` of them, none of more than `longest` tokens."""
-
-    max_docs: int
-    longest: int
-
-
 class Unturned:
     """No rotary embedding of its own: the core of generation turns queries and keys. `left` names what it leaves."""
 
@@ -54,25 +47,6 @@ class Unturned:
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """Nothing."""
-
-
-class NormedUnturned:
-    """rmsnorm per head of q and k (Qwen3), as `NormedRotary` without the rotary embedding."""
-
-    left = "normed"
-
-    def __init__(self, heads: Heads, eps: float) -> None:
-        self.heads, self.eps = heads, eps
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Intermediates for b sequences of t tokens."""
-        h = self.heads
-        rstd = Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), (), "stat")
-        return (Slot("normed", (b, t, h.packed)), rstd)
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.normed <- a.qkv."""
-        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
 
 
 class Rotary:
@@ -101,71 +75,6 @@ class Rotary:
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.qkv <- d.rot."""
         ops.rope_backward(d.qkv, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
-
-
-class NormedRotary:
-    """rot = rope(rmsnorm per head(qkv)) on q and k heads (Qwen3)."""
-
-    def __init__(self, heads: Heads, eps: float) -> None:
-        self.heads, self.eps = heads, eps
-
-    @property
-    def unturned(self) -> NormedUnturned:
-        """The same without the rotary embedding."""
-        return NormedUnturned(self.heads, self.eps)
-
-    def rows(self, at: SublayerRows) -> Iterator[Row]:
-        """The weights of the norms of queries and keys."""
-        for key in ("q_norm", "k_norm"):
-            yield at.vector(key, self.heads.head_dim, f"self_attn.{key}")
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Intermediates for a batch of b sequences of t tokens."""
-        h = self.heads
-        return (
-            Slot("normed", (b, t, h.packed), ("qkv",)),
-            Slot("qk_rstd", (b, t, h.num_heads + h.num_kv_heads), ("qkv",), "stat"),
-            Slot("rot", (b, t, h.packed), ("qkv", "norm")),
-        )
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.rot <- a.qkv."""
-        ops.qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, eps=self.eps, **self.heads.numbers)
-        ops.rope_forward(a.rot, a.normed, a.const.rope, a.batch.positions, **self.heads.numbers)
-
-    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
-        """d.qkv, dw <- d.rot."""
-        ops.rope_backward(d.normed, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
-        ops.qk_norm_backward(
-            d.qkv, dw.q_norm, dw.k_norm, d.normed, a.qkv, w.q_norm, w.k_norm, a.qk_rstd, **self.heads.numbers
-        )
-
-
-class PrefixedRotary:
-    """The same by `base`, and trained keys and values in place of those of the first N positions of each document (Li
-    and Liang, "Prefix-Tuning", 2021): w.prefix (N,2*Hkv*Hd), as attention reads them.
-
-    What the model computes at these positions is read by nothing else.
-    """
-
-    def __init__(self, base: Rotary | NormedRotary, num_virtual: int) -> None:
-        self.base, heads = base, base.heads
-        self.numbers = {"num_virtual": num_virtual, "channels": 2 * heads.num_kv_heads * heads.head_dim}
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Intermediates for a batch of b sequences of t tokens: `turned` is what the base computes."""
-        *others, rot = self.base.slots(b, t)
-        return (*others, replace(rot, name="turned"), rot)
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.rot <- a.qkv."""
-        self.base.forward(ops, a.renamed({"rot": "turned"}), w)
-        ops.virtual_tokens_forward(a.rot, a.turned, w.prefix, a.batch.positions, **self.numbers)
-
-    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
-        """d.qkv, dw <- d.rot."""
-        ops.virtual_tokens_backward(d.turned, dw.prefix, d.rot, a.batch.positions, **self.numbers)
-        self.base.backward(ops, a, d.renamed({"rot": "turned"}), w, dw)
 
 
 class DenseCore:
@@ -200,32 +109,6 @@ class DenseCore:
         return [(start, count) for start in range(0, a.att.shape[0], count)]
 
 
-class PackedCore(DenseCore):
-    """The same within each document of a row: a.batch.borders (B,D+1) says where they begin."""
-
-    def __init__(self, heads: Heads, window: int | None, chunks: int, packing: Packing) -> None:
-        super().__init__(heads, window, chunks)
-        self.numbers["longest"] = packing.longest
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """Results for a batch of b rows of t tokens."""
-        h = self.heads
-        return (
-            Slot("att", (b, t, h.num_heads * h.head_dim), ("att",)),
-            Slot("lse", (b, t, h.num_heads), ("att",), "stat"),
-        )
-
-    def forward(self, ops: Ops, a: Slots) -> None:
-        """a.att (B,T,Hq*Hd), a.lse (B,T,Hq) <- a.rot, a.batch.borders."""
-        ops.attention_forward(a.att, a.lse, a.rot, a.batch.borders, **self.numbers)
-
-    def backward(self, ops: Ops, a: Slots, d: Slots) -> None:
-        """d.rot <- d.att."""
-        for piece in self._pieces(a):
-            refs = (d.rot, d.att, a.rot, a.att, a.lse, a.batch.borders)
-            ops.attention_backward(*(ref.batch(*piece) for ref in refs), **self.numbers)
-
-
 class Attention:
     """out = res + W_o core(rotary(W_qkv rmsnorm(res) + b)).
 
@@ -239,16 +122,14 @@ class Attention:
         eps: float,
         qkv: Site,
         o: Site,
-        rotary: Rotary | NormedRotary | PrefixedRotary,
+        rotary: Rotary,
         core: Core,
     ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
 
     @staticmethod
-    def rows(
-        at: SublayerRows, hidden_size: int, heads: Heads, rotary: Rotary | NormedRotary, *, bias: bool
-    ) -> Iterator[Row]:
+    def rows(at: SublayerRows, hidden_size: int, heads: Heads, rotary: Rotary, *, bias: bool) -> Iterator[Row]:
         """Its parameters, with a bias of q, k and v or without."""
         q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         files = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}

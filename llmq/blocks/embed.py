@@ -40,28 +40,3 @@ class NoisyEmbed(Embed):
         """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.samples (B,)."""
         ops.embedding_forward(a.clean, a.batch.tokens, w.weight)
         ops.embedding_noise(a.out, a.clean, a.batch.samples, **self.numbers)
-
-
-class PromptedEmbed(Embed):
-    """The same by `base`, and trained vectors in place of the first N tokens of each document: w.prompt (N,C).
-
-    Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021.
-    """
-
-    def __init__(self, base: Embed, hidden_size: int, num_virtual: int) -> None:
-        self.base, self.hidden_size = base, hidden_size
-        self.numbers = {"num_virtual": num_virtual, "channels": hidden_size}
-
-    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """words (B,T,C), beside the slots of the base."""
-        return (*self.base.slots(b, t), Slot("words", (b, t, self.hidden_size)))
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
-        """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.positions (B,T)."""
-        self.base.forward(ops, a.renamed({"out": "words"}), w)
-        ops.virtual_tokens_forward(a.out, a.words, w.prompt, a.batch.positions, **self.numbers)
-
-    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
-        """dw <- d.out (B,T,C)."""
-        ops.virtual_tokens_backward(d.words, dw.prompt, d.out, a.batch.positions, **self.numbers)
-        self.base.backward(ops, a, d.renamed({"out": "words"}), w, dw)

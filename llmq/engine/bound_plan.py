@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
 
 import numpy as np
 
@@ -12,13 +11,10 @@ from llmq.backends import Backend, Launch, Op, Run
 from llmq.engine.advice import shortage
 from llmq.engine.bind import bind
 from llmq.errors import RefusedMemoryError
-from llmq.model.held import Values, held_value, hold, single_scale
-from llmq.operands import Tensor
-from llmq.plan.names import scale_ref, storage_name
+from llmq.plan.names import storage_name
 from llmq.plan.plan import Plan
-from llmq.row import Row
 from llmq.screen import Report, unreported
-from llmq.tensor import DTYPES, Ref
+from llmq.tensor import Ref
 
 
 @contextmanager
@@ -67,21 +63,6 @@ class BoundPlan:
         self.plan, self._backend, self._poison, self._cells = other.plan, other._backend, other._poison, other._cells
         self._memory, self._ops, self._programs = other._memory, other._ops, other._programs
 
-    def parameter(self, name: str) -> np.ndarray:
-        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
-
-        One that is held in a form is given as the value of that. Where states are shared out, all ranks ask for the
-        same parameters in the same order.
-        """
-        ref = self.plan.held(name)
-        if ref.form is None:
-            return self._whole(name, self.read(ref)) if self._is_shared(name) else self.read(ref)
-        value = np.empty(ref.shape, DTYPES[ref.dtype])
-        for one, target in zip(ref.entries, value if ref.is_stack else value[None], strict=True):
-            copy = Tensor(one.name, self.read(one), one.shape, one.form, self.read(scale_ref(one)))
-            target[...] = held_value(copy, one.dtype)
-        return value
-
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
         key = id(self.plan.programs[name])
@@ -108,53 +89,6 @@ class BoundPlan:
     def _has(self, ref: Ref) -> bool:
         """Whether any program reads or writes a tensor."""
         return storage_name(ref) in self.plan.persistent
-
-    def _set(self, parameters: Iterable[tuple[Row, Values]], expected: Iterable[Row]) -> None:
-        """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
-        with self._explained():
-            self._set_each(parameters, {row.name for row in expected})
-
-    def _set_each(self, parameters: Iterable[tuple[Row, Values]], missing: set[str]) -> None:
-        for row, values in parameters:
-            missing.discard(row.name)
-            ref = self.plan.held(row.name)
-            if ref.form is None:
-                shared = self._is_shared(row.name)
-                self._memory.write(storage_name(ref), self._share(row.name, np.asarray(values)) if shared else values)
-                continue
-            borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
-            for one, value in zip(ref.entries, np.asarray(values) if ref.is_stack else (values,), strict=True):
-                self._hold(one, value, borders)
-        assert not missing, f"parameters not given: {sorted(missing)}"
-
-    def _hold(self, ref: Ref, values: Values, borders: Sequence[int]) -> None:
-        """Makes what is held of a row, with the scales of what programs make of that, where it lies."""
-        array, scale = (self._memory.array(storage_name(one)) for one in (ref, scale_ref(ref)))
-        copy = Tensor(ref.name, array, ref.shape, ref.form, scale)
-        with self._memory.room(ref.home) as room:
-            hold(room, copy, ref.dtype, values, borders)
-            for cell in self.plan.known_scales(ref):
-                fp8 = cell.name.rpartition("@")[2]
-                single_scale(room, self._memory.array(storage_name(cell)), copy, ref.dtype, fp8)
-
-    def _is_shared(self, name: str) -> bool:
-        """Whether this rank has no more of a parameter's state than its share, which may be nothing."""
-        return self.plan.spec.sharding.states and name in self.plan.shards.bounds
-
-    def _share(self, name: str, values: np.ndarray) -> np.ndarray:
-        """This rank's rows of a whole parameter."""
-        shards = self.plan.shards
-        first = shards.bounds[name][shards.rank]
-        found = values.reshape(-1, values.shape[-1])[first : first + shards.count(name)]
-        return found.reshape(shards.share_shape(name, values.shape))
-
-    def _whole(self, name: str, share: np.ndarray) -> np.ndarray:
-        """A parameter of the shares of all ranks."""
-        shards, shape = self.plan.shards, self.plan.shape(name)
-        whole = np.empty(shape, share.dtype)
-        pieces = [whole.reshape(-1, shape[-1])[start:stop] for start, stop in pairwise(shards.bounds[name])]
-        self._backend.world.exchange([share.reshape(-1, shape[-1])] * shards.size, pieces)
-        return whole
 
     def _explained(self) -> AbstractContextManager[None]:
         """What is refused within is explained by the plan, whose memory is held."""

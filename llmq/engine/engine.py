@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from llmq.backends import Backend, Op
 from llmq.data.batches.batch import Batch
-from llmq.engine.bound_plan import BoundPlan
+from llmq.engine.stored import StoredPlan
 from llmq.model.held import Values
 from llmq.model.rope import document_positions, rope_table
 from llmq.plan.observe import FIELDS, STRIDE
@@ -37,7 +37,7 @@ class StepResult:
     sent_error: float | None = None
 
 
-class Engine(BoundPlan):
+class Engine(StoredPlan):
     """Trains by the programs of a plan. All arrays passed in and out are on the host."""
 
     def __init__(
@@ -62,16 +62,6 @@ class Engine(BoundPlan):
             self._memory.fill(name, 0)
         self._is_cold = True
         self.change("publish")
-
-    def gradient(self, name: str) -> np.ndarray:
-        """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
-
-        Of many ranks' it is the sum after the last micro-step; they all ask for it.
-        """
-        gradient, sharding = self.read(self.plan.grads[name]), self.plan.spec.sharding
-        if not sharding.states:
-            return gradient
-        return self._whole(name, gradient if sharding.gradients else self._share(name, gradient))
 
     # training
 
@@ -175,37 +165,10 @@ class Engine(BoundPlan):
             self.run("gather")
         self._is_gathered = True
 
-    # state
-
-    def state(self, into: Callable[[str], np.ndarray] | None = None) -> Iterator[tuple[str, np.ndarray]]:
-        """Name and host copy of everything that a bit-exact resume needs, one at a time; `into(name)` holds a copy.
-
-        Of many ranks each gives its slices (`Plan.saved`), which are all of it together.
-        """
-        for name, slice_ in self.plan.saved().items():
-            if self.plan.persistent[name].shape == slice_.shape:
-                yield name, self._memory.read(name, into and into(name))
-                continue
-            mine = self._memory.read(name)[slice_.start[0] :][: slice_.shape[0]]
-            if into is not None:
-                copy = into(name)
-                copy[...] = mine
-                mine = copy
-            yield name, mine
-
     def restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
-        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights.
-
-        Of what this rank has a share of it reads that: `read(name, start, shape)`.
-        """
-        self._set(frozen, self.plan.loaded_anew)
-        shares = self.plan.saved() if self.plan.spec.sharding.states else {}
-        for name, ref in self.plan.state().items():
-            mine = shares.get(name)
-            if mine is not None and mine.shape != mine.whole:
-                self._memory.write(name, read(name, mine.start, mine.shape))
-            elif math.prod(ref.shape):
-                self._memory.write(name, read(name))
+        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks, as `StoredPlan` does; makes all
+        copies of the weights."""
+        self._restore(read, frozen)
         self._is_cold = False
         self.change("publish")
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from llmq.adapters.virtual_tokens import VIRTUAL
 from llmq.backends import Backend
-from llmq.engine.bound_plan import BoundPlan
 from llmq.engine.engine import Engine
+from llmq.engine.stored import StoredPlan
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
 from llmq.plan.decoding import Decoding, completions_of, prompt_name
@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
     logprob: float | None = None
 
 
-class Generator(BoundPlan):
+class Generator(StoredPlan):
     """Runs the programs of a plan of generation for up to a batch of sequences at a time."""
 
     def __init__(self, plan: Plan, decoding: Decoding, backend: Backend) -> None:

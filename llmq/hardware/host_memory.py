@@ -14,6 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -231,3 +233,15 @@ def _counted(statistics: Path, name: str) -> int:
 def _library() -> Any:
     """The C library; its calls leave Python's lock."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+def peak_resident_bytes(root: Path = Path("/")) -> int:
+    """Largest resident size of this process, bytes. `root` is where proc is mounted.
+
+    Linux keeps getrusage's figure over an exec: a small program that a large one starts would show the large one's.
+    """
+    try:
+        lines = (root / "proc/self/status").read_text("ascii", errors="replace").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
 
-from llmq.blocks.attention import Attention, Heads, NormedRotary, Rotary
+from llmq.blocks.attention import Attention, Heads, Rotary
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import Mlp, SwiGlu
+from llmq.blocks.qk_norm import NormedRotary
+from llmq.blocks.rows import SublayerRows
 from llmq.model.config_keys import ConfigKeys, windows_of_layers
 from llmq.protocols import Activation
-from llmq.row import Row, SublayerRows
+from llmq.row import Row
 
 if TYPE_CHECKING:
     from llmq.model.config import ModelConfig
@@ -50,7 +52,7 @@ class Family:
         """The heads of attention."""
         return Heads(config.num_heads, config.num_kv_heads, config.head_dim)
 
-    def rotary(self, config: ModelConfig) -> Rotary | NormedRotary:
+    def rotary(self, config: ModelConfig) -> Rotary:
         """What happens to queries and keys before attention."""
         heads = self.heads(config)
         return NormedRotary(heads, config.rms_norm_eps) if config.qk_norm else Rotary(heads)

@@ -65,64 +65,19 @@ def update(
     largest = ranks.agree_on_largest(ops, cells)
     scale = cells["grad_scale"]
     if hyper.clips_by_last:
-        ops.last_norm_scale(cells["last_norm"], scale, None, *_before(cells, agreed), grad_clip=hyper.grad_clip)
-    _measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else scale)
+        ops.last_norm_scale(cells["last_norm"], scale, None, *before(cells, agreed), grad_clip=hyper.grad_clip)
+    measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else scale)
     _update_scales(ops, cells, largest, cells["apply"])
     walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
-    _step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, trackers)
+    step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, trackers)
 
 
-def begin_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
-    """What the update of each part of the model reads, as soon as the loss is known: a scale by no norm but
-    the last step's."""
-    written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
-    ops.last_norm_scale(*written, *_before(cells, cells), grad_clip=hyper.grad_clip)
-
-
-def update_fused(
-    ops: Any,
-    weights: Any,
-    moments: Any,
-    grads: Mapping[str, tuple[Ref, int]],
-    cells: Mapping[str, Ref],
-    hyper: Hyperparameters,
-    seed: int,
-    trackers: Sequence[Callable[..., None]],
-    *,
-    applies: bool,
-) -> None:
-    """The states and weights of some rows <- `grads`, by row name, each with the place of its first partial sum.
-
-    A row whose gradient is not finite is left alone. Without `applies` gradients are summed for the norm alone.
-    """
-    applied, found = [], []
-    for whole, start in grads.values():
-        first = start
-        for grad in whole.entries:
-            partials = cells["partials"].flat(first, count := num_norm_tiles(grad.shape))
-            first += count
-            ops.sum_squares(partials, grad)
-            apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
-            if applies:
-                ops.apply_if_finite(apply, partials, cells["apply"])
-            found.append(grad)
-            applied.append(apply)
-    if applies:
-        walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
-        _step(ops, zip(*walks, strict=True), cells, hyper, seed, trackers)
-
-
-def end_fused(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
-    """The norm of a step whose updates are done; `apply` is 0 if it was not finite."""
-    _measure(ops, cells, cells, hyper, None)
-
-
-def _before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ...]:
+def before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ...]:
     """What a scale by the last step's norm is made of: that norm, the last finite one, loss and tokens."""
     return cells["norm"], cells["last_norm"], agreed["loss"], agreed["tokens"]
 
 
-def _measure(
+def measure(
     ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref], hyper: Hyperparameters, scale: Ref | None
 ) -> None:
     """The norm of the step, whether it is finite, and the scale by it where that is wanted, <- partial sums."""
@@ -131,7 +86,7 @@ def _measure(
     ops.grad_scale(*written, partials, agreed["loss"], agreed["tokens"], grad_clip=hyper.grad_clip)
 
 
-def _step(
+def step(
     ops: Any,
     walks: Iterable[tuple[Any, Ref | None, Ref, Ref]],
     cells: Mapping[str, Ref],
@@ -142,12 +97,12 @@ def _step(
     """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated; and
     then what a method keeps beside that."""
     for (row, pieces), weight, grad, apply in walks:
-        step = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
+        numbers = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
         about = {"weight_decay": hyper.rule.weight_decay if row.decay else 0.0, "rate": row.rate}
         for piece in pieces:
             own = piece.grad or piece.of(grad)
             address = {"seed": seed, "stream": stream(row), "first": piece.first}
-            hyper.rule.update(ops, piece.state, piece.of(weight), own, step, **about, **address)
+            hyper.rule.update(ops, piece.state, piece.of(weight), own, numbers, **about, **address)
             for track in trackers:
                 track(ops, row, piece, own, cells["grad_scale"], apply)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from llmq.adapters.method import SiteFacts
-from llmq.blocks.attention import Attention, DenseCore, Heads, NormedRotary, PackedCore, PrefixedRotary, Rotary
+from llmq.blocks.attention import Attention, DenseCore, Heads, Rotary
 from llmq.blocks.cached import (
     CachedCore,
     Penalized,
@@ -22,6 +22,7 @@ from llmq.blocks.cached import (
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import CrossEntropy, Head, LogitsReader
 from llmq.blocks.mlp import Mlp, Tiled
+from llmq.blocks.packed import PackedCore
 from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
@@ -139,7 +140,7 @@ def _embed(spec: Spec) -> Embed:
     return spec.adapters.embed(NoisyEmbed(c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed(), spec.config)
 
 
-def _rotary(spec: Spec) -> Rotary | NormedRotary | PrefixedRotary:
+def _rotary(spec: Spec) -> Rotary:
     return spec.adapters.rotary(spec.config.family.rotary(spec.config))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmq.blocks.attention import Packing
 from llmq.blocks.cached import Sampling
+from llmq.blocks.packed import Packing
 from llmq.model.decoder import Model
 from llmq.model.parameters import padded_vocab
 from llmq.ops.record import Call, Recorder

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from llmq.model import optimizer
+from llmq.model import fused_update, optimizer
 from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
@@ -177,9 +177,9 @@ class Recordings:
         def use(ops: Any, part: str | int, rows: Sequence[Row], grads: Mapping[str, Ref]) -> None:
             spec, found = self.spec, {row.name: (grads[row.name], first[row.name]) for row in rows}
             if part == "head" and applies:
-                optimizer.begin_fused(ops, self.cells, spec.hyper)
+                fused_update.begin(ops, self.cells, spec.hyper)
             written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
-            optimizer.update_fused(ops, *written, self.tracked.updates, applies=applies)
+            fused_update.update(ops, *written, self.tracked.updates, applies=applies)
 
         return use
 
@@ -194,7 +194,7 @@ class Recordings:
         """The optimizer step; of a fused one what is left of it."""
         grads, spec = self.grads[True], self.spec
         if spec.memory.fused:
-            return _recorded(lambda ops: optimizer.end_fused(ops, cells, spec.hyper))
+            return _recorded(lambda ops: fused_update.end(ops, cells, spec.hyper))
         stores, about = (
             (self.weights, grads, self.moments, self.ranks),
             (cells, spec.hyper, spec.seed, self.tracked.updates),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmq.adapters.method import NO_ADAPTERS, Method
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.regularization import UNREGULARIZED, Regularization

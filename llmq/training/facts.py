@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.adapters import resolve as adapters
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import step_of
 from llmq.hardware import device
 from llmq.hardware.device import Device

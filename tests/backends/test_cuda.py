@@ -19,7 +19,7 @@ from tiny_engines import (
     train_steps,
 )
 
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.plan.memory import ROLES, Memory
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from in_process import run_ranks
 from ranks import LEVELS, Run, join, on_two_gpus, same, train
 from tiny_engines import BF16, FP8, FP8_HEAD
 
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.tensor import Form
 

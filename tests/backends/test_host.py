@@ -7,7 +7,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from llmq.backends.host import HostMemory, peak_resident_bytes
+from llmq.backends.host import HostMemory
+from llmq.hardware.host_memory import peak_resident_bytes
 from llmq.tensor import DTYPES, Form, Ref
 
 
@@ -51,7 +52,7 @@ def test_the_peak_of_a_process_is_its_own():
     """Not that of the process that started it, which getrusage's is on Linux."""
     size = 300 << 20
     held = np.ones(size, np.uint8)
-    command = "from llmq.backends.host import peak_resident_bytes; print(peak_resident_bytes())"
+    command = "from llmq.hardware.host_memory import peak_resident_bytes; print(peak_resident_bytes())"
     child = int(subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout)
     assert 0 < child < size < peak_resident_bytes() and held.all()
 

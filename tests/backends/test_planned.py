@@ -8,7 +8,7 @@ from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.hardware.device import backend_settings, pick_device
 from llmq.model.presets import preset

@@ -22,7 +22,7 @@ from tiny_engines import (
     tiny,
 )
 
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
 from llmq.model.rope import document_positions
 from llmq.plan.memory import ROLES, Memory

@@ -15,7 +15,7 @@ from llmq.adapters.part import PartOfModel
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.ops.record import together
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import storage_name

@@ -11,7 +11,7 @@ import pytest
 from tiny_engines import PRECISIONS, tiny
 
 from llmq.backends.host import HostBackend
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
 from llmq.engine.bind import bind
 from llmq.engine.engine import Engine
@@ -98,7 +98,7 @@ RUN = """
 import io, json, sys
 from pathlib import Path
 import llmq, llmq.training.room
-from llmq.backends.host import peak_resident_bytes
+from llmq.hardware.host_memory import peak_resident_bytes
 from llmq.tensor import stored_bytes
 
 def resident():

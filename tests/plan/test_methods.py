@@ -12,7 +12,7 @@ from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.targets import chosen
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.planned import PlannedBackend
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory

@@ -7,7 +7,7 @@ from tiny_engines import BF16, plan_of, tiny
 
 from llmq.backends import open_backend
 from llmq.backends.planned import planned_scratch
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.hardware.device import memory_bytes, pick_device
 from llmq.model.parameters import padded_vocab
 from llmq.model.presets import preset

@@ -8,7 +8,7 @@ from tiny_engines import BF16, FP8, FP32, FP64, batch, bits, engine_of, packed_b
 
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.targets import chosen
-from llmq.blocks.attention import Packing
+from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions

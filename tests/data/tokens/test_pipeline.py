@@ -217,7 +217,7 @@ def test_tokenizing_is_as_fast_as_the_library_alone(tmp_path: Path, shared: Call
 
 MEMORY = """
 import sys
-from llmq.backends.host import peak_resident_bytes
+from llmq.hardware.host_memory import peak_resident_bytes
 from llmq.data.tokens.tokenize import tokenize_data
 for path in sys.argv[2:]:
     tokenize_data(tokenizer=sys.argv[1], inputs=[path], out_dir=path + ".tokens")

@@ -1,0 +1,124 @@
+"""What a plan on memory keeps of rows, by name: parameters, gradients and the state of a run, set and read whole.
+
+Of many ranks each sets and reads its share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from llmq.engine.bound_plan import BoundPlan
+from llmq.model.held import Values, held_value, hold, single_scale
+from llmq.operands import Tensor
+from llmq.plan.names import scale_ref, storage_name
+from llmq.row import Row
+from llmq.tensor import DTYPES, Ref
+
+
+class StoredPlan(BoundPlan):
+    """A plan on memory, with the values of its rows. All arrays passed in and out are on the host."""
+
+    def parameter(self, name: str) -> np.ndarray:
+        """Master of a parameter, or a frozen one itself, padded, in its own dtype (a copy).
+
+        One that is held in a form is given as the value of that. Where states are shared out, all ranks ask for the
+        same parameters in the same order.
+        """
+        ref = self.plan.held(name)
+        if ref.form is None:
+            return self._whole(name, self.read(ref)) if self._is_shared(name) else self.read(ref)
+        value = np.empty(ref.shape, DTYPES[ref.dtype])
+        for one, target in zip(ref.entries, value if ref.is_stack else value[None], strict=True):
+            copy = Tensor(one.name, self.read(one), one.shape, one.form, self.read(scale_ref(one)))
+            target[...] = held_value(copy, one.dtype)
+        return value
+
+    def gradient(self, name: str) -> np.ndarray:
+        """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
+
+        Of many ranks' it is the sum after the last micro-step; they all ask for it.
+        """
+        gradient, sharding = self.read(self.plan.grads[name]), self.plan.spec.sharding
+        if not sharding.states:
+            return gradient
+        return self._whole(name, gradient if sharding.gradients else self._share(name, gradient))
+
+    def state(self, into: Callable[[str], np.ndarray] | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """Name and host copy of everything that a bit-exact resume needs, one at a time; `into(name)` holds a copy.
+
+        Of many ranks each gives its slices (`Plan.saved`), which are all of it together.
+        """
+        for name, slice_ in self.plan.saved().items():
+            if self.plan.persistent[name].shape == slice_.shape:
+                yield name, self._memory.read(name, into and into(name))
+                continue
+            mine = self._memory.read(name)[slice_.start[0] :][: slice_.shape[0]]
+            if into is not None:
+                copy = into(name)
+                copy[...] = mine
+                mine = copy
+            yield name, mine
+
+    def _restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
+        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks.
+
+        Of what this rank has a share of it reads that: `read(name, start, shape)`.
+        """
+        self._set(frozen, self.plan.loaded_anew)
+        shares = self.plan.saved() if self.plan.spec.sharding.states else {}
+        for name, ref in self.plan.state().items():
+            mine = shares.get(name)
+            if mine is not None and mine.shape != mine.whole:
+                self._memory.write(name, read(name, mine.start, mine.shape))
+            elif math.prod(ref.shape):
+                self._memory.write(name, read(name))
+
+    def _set(self, parameters: Iterable[tuple[Row, Values]], expected: Iterable[Row]) -> None:
+        """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
+        missing = {row.name for row in expected}
+        with self._explained():
+            for row, values in parameters:
+                missing.discard(row.name)
+                ref = self.plan.held(row.name)
+                if ref.form is None:
+                    shared = self._is_shared(row.name)
+                    values = self._share(row.name, np.asarray(values)) if shared else values
+                    self._memory.write(storage_name(ref), values)
+                    continue
+                borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
+                for one, value in zip(ref.entries, np.asarray(values) if ref.is_stack else (values,), strict=True):
+                    self._hold(one, value, borders)
+        assert not missing, f"parameters not given: {sorted(missing)}"
+
+    def _hold(self, ref: Ref, values: Values, borders: Sequence[int]) -> None:
+        """Makes what is held of a row, with the scales of what programs make of that, where it lies."""
+        array, scale = (self._memory.array(storage_name(one)) for one in (ref, scale_ref(ref)))
+        copy = Tensor(ref.name, array, ref.shape, ref.form, scale)
+        with self._memory.room(ref.home) as room:
+            hold(room, copy, ref.dtype, values, borders)
+            for cell in self.plan.known_scales(ref):
+                fp8 = cell.name.rpartition("@")[2]
+                single_scale(room, self._memory.array(storage_name(cell)), copy, ref.dtype, fp8)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether this rank has no more of a parameter's state than its share, which may be nothing."""
+        return self.plan.spec.sharding.states and name in self.plan.shards.bounds
+
+    def _share(self, name: str, values: np.ndarray) -> np.ndarray:
+        """This rank's rows of a whole parameter."""
+        shards = self.plan.shards
+        first = shards.bounds[name][shards.rank]
+        found = values.reshape(-1, values.shape[-1])[first : first + shards.count(name)]
+        return found.reshape(shards.share_shape(name, values.shape))
+
+    def _whole(self, name: str, share: np.ndarray) -> np.ndarray:
+        """A parameter of the shares of all ranks."""
+        shards, shape = self.plan.shards, self.plan.shape(name)
+        whole = np.empty(shape, share.dtype)
+        pieces = [whole.reshape(-1, shape[-1])[start:stop] for start, stop in pairwise(shards.bounds[name])]
+        self._backend.world.exchange([share.reshape(-1, shape[-1])] * shards.size, pieces)
+        return whole

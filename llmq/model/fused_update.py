@@ -1,0 +1,54 @@
+"""The update of weights in backward, a part of the model at a time; the norm of the step is known at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from llmq.model.optimizer import Hyperparameters, before, measure, step
+from llmq.tensor import Ref, num_norm_tiles
+
+
+def begin(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+    """What the update of each part of the model reads, as soon as the loss is known: a scale by no norm but
+    the last step's."""
+    written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
+    ops.last_norm_scale(*written, *before(cells, cells), grad_clip=hyper.grad_clip)
+
+
+def update(
+    ops: Any,
+    weights: Any,
+    moments: Any,
+    grads: Mapping[str, tuple[Ref, int]],
+    cells: Mapping[str, Ref],
+    hyper: Hyperparameters,
+    seed: int,
+    trackers: Sequence[Callable[..., None]],
+    *,
+    applies: bool,
+) -> None:
+    """The states and weights of some rows <- `grads`, by row name, each with the place of its first partial sum.
+
+    A row whose gradient is not finite is left alone. Without `applies` gradients are summed for the norm alone.
+    """
+    applied, found = [], []
+    for whole, start in grads.values():
+        first = start
+        for grad in whole.entries:
+            partials = cells["partials"].flat(first, count := num_norm_tiles(grad.shape))
+            first += count
+            ops.sum_squares(partials, grad)
+            apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
+            if applies:
+                ops.apply_if_finite(apply, partials, cells["apply"])
+            found.append(grad)
+            applied.append(apply)
+    if applies:
+        walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
+        step(ops, zip(*walks, strict=True), cells, hyper, seed, trackers)
+
+
+def end(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+    """The norm of a step whose updates are done; `apply` is 0 if it was not finite."""
+    measure(ops, cells, cells, hyper, None)
