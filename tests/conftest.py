@@ -62,6 +62,12 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")
 
 
+@pytest.fixture
+def few_remedies(monkeypatch):
+    """Searches for what fits try two ways to recompute, where a test is about something else."""
+    monkeypatch.setattr("llmq.plan.remedies.RECOMPUTE", ("", "block"))
+
+
 def cuda_problem() -> str | None:
     """Why no CUDA device can be used, asked of the driver itself; None if one can."""
     try:

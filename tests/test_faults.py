@@ -37,7 +37,7 @@ def test_a_fault_is_noticed(try_fault, name):
 @pytest.mark.parametrize(
     ("name", "test", "verdict"),
     [
-        ("rope_turns_backwards", "tests/ops/test_rope.py", "noticed"),
+        pytest.param("rope_turns_backwards", "tests/ops/test_rope.py", "noticed", marks=pytest.mark.slow),
         pytest.param("rope_turns_backwards", "tests/ops/test_swiglu.py", "survived", marks=pytest.mark.slow),
         pytest.param("rope_turns_backwards", "tests/ops/test_absent.py", "broken", marks=pytest.mark.slow),
     ],

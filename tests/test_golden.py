@@ -123,7 +123,9 @@ def adamw_run(family, precision):
     return results, {name: array - start[name] for name, array in parameters(run).items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_adamw_run_in_f64(family):
     """Every parameter arrives where AdamW's does, to the f32 in which the files hold the change."""
     right = golden(family)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -92,6 +93,7 @@ def _library_problem(major: int) -> Problem | None:
     return None
 
 
+@cache
 def installed(package: str) -> str | None:
     """Version of an installed distribution; None if it is not there."""
     try:

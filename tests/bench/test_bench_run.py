@@ -427,9 +427,8 @@ def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_plan_that_fit_takes_is_measured(memory, capsys, monkeypatch):
+def test_the_plan_that_fit_takes_is_measured(memory, capsys, few_remedies):
     """In a little less than what the fastest needs, and in no more of the host than there is."""
-    monkeypatch.setattr("llmq.plan.remedies.RECOMPUTE", ("", "block"))
     (small, _), seen = memory(2**40)
     given = {"fit": True, "lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 2, "offload_gradients": True}
     about = {"models": (small,), "dtypes": ("bf16",), "tokens_per_step": 8 * 256, "seq_len": 256}

@@ -44,15 +44,15 @@ def flags(found):
     return [one.flags for one in found]
 
 
-def test_a_plan_that_fits_is_let_through():
-    plan = plan_of(BF16, config=tiny())
+def test_a_plan_that_fits_is_let_through(few_remedies):
+    plan = plan_of(BF16, config=tiny(num_layers=1))
     refuse_if_too_large(plan, Limits(plan.total_bytes))
     assert refused(plan, Limits(plan.total_bytes - 1))[0].endswith("1 bytes are missing")
 
 
-def test_what_is_missing_comes_with_what_is_asked_for():
+def test_what_is_missing_comes_with_what_is_asked_for(few_remedies):
     """By segment, the largest first."""
-    plan = plan_of(BF16, Memory(host=("m",)), tiny())
+    plan = plan_of(BF16, Memory(host=("m",)), tiny(num_layers=1))
     said = refused(plan, Limits(plan.total_bytes - 1))
     *rows, last = said[next(n for n, line in enumerate(said) if "segment" in line) + 1 :]
     sizes = [plan.table()[row[:16].strip()] for row in rows]
@@ -160,7 +160,7 @@ def test_the_other_attention_is_proposed_where_its_workspace_is_what_is_missing(
     assert automatic and not any("--attn-bwd-chunks" in text for text in automatic)
 
 
-def test_on_the_cpu_nothing_is_gained_by_what_moves_to_the_host():
+def test_on_the_cpu_nothing_is_gained_by_what_moves_to_the_host(few_remedies):
     plan = plan_of(BF16, config=tiny(num_layers=1), batch_size=4)
     for one in remedies(plan, Limits(int(0.95 * plan.total_bytes), host_bytes=1 << 40, in_one=True)):
         assert not one.cost.host_bytes and one.cost.num_bytes <= 0.95 * plan.total_bytes
@@ -170,7 +170,7 @@ def test_on_the_cpu_nothing_is_gained_by_what_moves_to_the_host():
     assert "in host memory" in lacking(hosted, Limits(both, host_bytes=both - 1, in_one=True))
 
 
-def test_where_nothing_fits_that_is_said():
+def test_where_nothing_fits_that_is_said(few_remedies):
     plan = plan_of(BF16, config=tiny())
     assert refused(plan, Limits(1))[1].startswith("No memory option makes it fit: train an adapter")
 

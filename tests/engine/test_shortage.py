@@ -14,6 +14,7 @@ from llmq.errors import MemoryLimitError, RefusedMemoryError
 from llmq.plan.memory import Memory
 
 ROOM = 1 << 20
+pytestmark = pytest.mark.usefixtures("few_remedies")
 
 
 class Full(HostBackend):

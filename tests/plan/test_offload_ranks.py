@@ -129,11 +129,11 @@ DEEP = replace(HOSTED, flags=("recompute_block",), offload=(RESIDUAL,))
 @pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed", pytest.param("fp8-e5m2-current", marks=SLOW)])
 def test_nothing_on_the_device_grows_with_the_number_of_layers(level, precision):
     """But scales and partial sums of a few bytes; what the host has of shared states is half of all."""
-    plans = [plan_at(level, DEEP, PRECISIONS[precision], config=replace(CONFIG, num_layers=n)) for n in (4, 8, 16)]
+    plans = [plan_at(level, DEEP, PRECISIONS[precision], config=replace(CONFIG, num_layers=n)) for n in (4, 6, 8)]
     tables = [{**plan.table(), "Other": 0, "Activations": 0} for plan in plans]
     assert tables[0] == tables[1] == tables[2]
     for name, program in plans[1].programs.items():
-        scales = 8 * 1024 if plans[1].spec.precision.scaling == "current" else 0  # that are kept of eight layers more
+        scales = 2 * 1024 if plans[1].spec.precision.scaling == "current" else 0  # that are kept of two layers more
         assert 0 <= plans[2].programs[name].live_bytes["device"] - program.live_bytes["device"] <= scales, name
     assert plans[2].arena_bytes() <= 1.05 * plans[1].arena_bytes(), "but for gaps"
     host = [plan.host_bytes for plan in plans]

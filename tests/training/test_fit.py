@@ -44,6 +44,12 @@ def model(tmp_path):
     return folder(tmp_path / "model", **SHAPE)
 
 
+@pytest.fixture
+def few(tmp_path, few_remedies):
+    """A model of one layer, for which little is tried."""
+    return folder(tmp_path / "few", **{**SHAPE, "num_layers": 1})
+
+
 def options_of(model, **more):
     """Options of an estimate on a card that has fp8."""
     given = {
@@ -134,11 +140,11 @@ def test_what_is_given_stays(model):
 
 
 @pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": 4}, {"grad_accumulation": 2}])
-def test_the_size_of_a_micro_batch_stays_where_it_is_given(model, given):
+def test_the_size_of_a_micro_batch_stays_where_it_is_given(few, given):
     """At its default, too, and where it follows from what is given."""
     sizes = {"global_batch_size": None, "batch_size": 4, "grad_accumulation": 2, **given}
     only = {key: value for key, value in sizes.items() if key in ("global_batch_size", *given)}
-    chosen = fitted(*about(options_of(model, lmhead_chunks=1, attn_bwd_chunks=1, seq_tiles=1, **only)))
+    chosen = fitted(*about(options_of(few, lmhead_chunks=1, attn_bwd_chunks=1, seq_tiles=1, **only)))
     assert "batch_size" not in chosen.changes and chosen.options.data.batch_size == sizes["batch_size"]
 
 
@@ -156,11 +162,11 @@ def test_where_the_given_size_is_too_large_that_is_advised(model):
     assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
 
 
-def test_a_search_says_now_and_then_how_many_it_tried(model, monkeypatch, capsys):
+def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, capsys):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
     given = [f"--{key.replace('_', '-')}={value}" for key, value in {"batch_size": 2, "attn_bwd_chunks": 1}.items()]
-    code, said = estimated(capsys, model, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
+    code, said = estimated(capsys, few, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
     lines = said.err.splitlines()
     assert code == 0 and lines[:2] == [f"{fit.SEARCHING}: {n}" for n in range(2)]
 
@@ -216,11 +222,11 @@ def test_what_a_search_cannot_compare_is_refused(model):
         fitted(options, None, pick_device(options.system), None, None, 8)
 
 
-def test_a_size_has_the_rates_of_a_card_which_is_named(model):
+def test_a_size_has_the_rates_of_a_card_which_is_named(few):
     given = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 1, "batch_size": 1}
-    title, *rows = fitted(*about(options_of(model, gpu="24GiB", **given))).lines
+    title, *rows = fitted(*about(options_of(few, gpu="24GiB", **given))).lines
     assert "with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
-    assert rows[1] == fitted(*about(options_of(model, **given))).lines[2]
+    assert rows[1] == fitted(*about(options_of(few, **given))).lines[2]
 
 
 def test_a_limit_is_the_memory_that_a_card_has():

@@ -22,10 +22,9 @@ from llmq.training.train import run
 
 
 @pytest.fixture
-def given(given, monkeypatch):
+def given(given, few_remedies, monkeypatch):
     """Steps of four samples, on a device with the rates of an H200, with two ways to save memory."""
     monkeypatch.setattr(fit, "rates_of", lambda where: sustained(cards.named("H200")))
-    monkeypatch.setattr(remedies, "RECOMPUTE", ("", "block"))
     sizes = {"global_batch_size": 4, "steps": 4, "ckpt_interval": 2, "ckpt_keep_n": 0}
     given = {key: value for key, value in given.items() if key not in fit.SIZES}
     return {
