@@ -100,6 +100,7 @@ def mutants(folder: Path, count: int, chance: random.Random) -> str:
                 got = read()
             except LlmqError as error:
                 str(error).encode("utf-8")  # it can be printed
+                assert str(file.parent) in str(error), f"{error} does not say which file is damaged"
                 refused += 1
             else:
                 assert name == "index" or got == want, f"a damaged {name} is read as another: {data!r}"

@@ -136,21 +136,3 @@ def test_a_save_that_is_over_before_anyone_looks_is_shown_as_complete(tmp_path, 
         path = saver.finished(wait=wait)
         assert saver.finished(wait=wait) is None
     assert stream.getvalue() == f"Saving {path}: 119 bytes of 119 bytes (100%)\n"
-
-
-@pytest.mark.parametrize("memory", [allocate, None], ids=["beside training", "while it waits"])
-def test_a_terminal_has_a_bar_of_bytes_which_is_gone_when_the_save_is_complete(tmp_path, monkeypatch, memory):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "300")
-    shown, stream = Screen(Terminal()), None
-    stream = shown.stream
-    task = partial(shown.task, words=disk.shown, after_s=0.0)
-    with Saver(tmp_path, print, memory, task) as saver:
-        saver.save(snapshot(1, {"a": np.zeros(3 << 20, np.uint8)}), Keep())
-        while saver.finished(wait=False) is None:
-            time.sleep(0.01)
-        assert not shown._bars and "Saving" in stream.getvalue() and "/3.0 MiB" in stream.getvalue()
