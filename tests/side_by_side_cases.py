@@ -23,7 +23,7 @@ MODELS = {"llama": "llama3", "qwen2": "qwen2.5_tied", "qwen3": "qwen3_tied", "wi
 UNTIED, TIED, NORMED, WINDOW = MODELS
 
 UNSET = """
-    revision tokenizer weight global_batch_size augment packing max_docs bf16_layers fp8_layers epochs warmup_ratio
+    revision tokenizer weight global_batch_size packing max_docs bf16_layers fp8_layers epochs warmup_ratio
     vocab_size min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
     memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
     lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
@@ -204,7 +204,6 @@ def _of_data() -> Iterator[Case]:
     yield _case("fp8 delayed, packed, recompute att", DELAYED, packing=True, recompute_att=True)
     yield _case("bf16, padded", BF16, packing=False)
     yield _case("fp8 rowwise, padded", ROWWISE, NORMED, packing=False)
-    yield _case("bf16, noise on the tokens", BF16, augment="token-dropout=0.1,span-shuffle=0.3")
 
 
 def _of_training() -> Iterator[Case]:

@@ -122,11 +122,6 @@ class DataOptions(Section):
         "sequence_len",
         "cutoff_len",
     )
-    augment: Text | None = option(
-        None,
-        "Noise on the input tokens in training: token-dropout=P, span-shuffle=P, or both.",
-        metavar="LIST",
-    )
     packing: Packing = option(
         None,
         "Pack whole documents into rows, each with its own positions and attention. --no-packing puts one document in "

@@ -39,6 +39,7 @@ INSTEAD = {
     **dict.fromkeys(("lisa", "lisa_activated_layers", "lisa_interval", "lisa_interval_steps"), _NO_LISA),
     "lora_budget": "ranks are no longer chosen by the first gradients: use --lora-rank, or --adalora",
     "eva_rho": "EVA is no longer there: use --lora-init pissa",
+    "augment": "tokens are no longer replaced or shuffled: use --neftune-alpha 5, noise on their embeddings",
     "adapters": "several adapters at once are no longer there: train one after the other, each with its --lora-rank",
     "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
     "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",

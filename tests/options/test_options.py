@@ -15,7 +15,7 @@ from llmq.options.parse import SECTIONS, Options, changed, continue_command, des
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
 UNSET = """
-    revision tokenizer weight eval_file global_batch_size augment packing max_docs data eval_fraction data_format map
+    revision tokenizer weight eval_file global_batch_size packing max_docs data eval_fraction data_format map
     prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
     vocab_size steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
     reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may

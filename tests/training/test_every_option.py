@@ -67,7 +67,7 @@ SLOW = tuple(RUNS)[1:8]  # the others are sweeps
 VALUES = {  # unlike the default, and what the runs above have
     "model": "again", "revision": "main", "tokenizer": "tokenizer", "train_file": "other.bin", "weight": [2.0],
     "eval_file": "other.bin", "batch_size": 1, "global_batch_size": 6, "grad_accumulation": 1, "seq_len": 24,
-    "augment": "token-dropout=0.3", "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
+    "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
     "data_format": "text", "map": ["question=answer"], "prompt_template": "prompt.jinja", "train_on": "all",
     "chat_template": "chat.jinja", "skip_bad_rows": 2, "lora_rank": 3, "lora_alpha": 3.0,
     "lora_dropout": 0.3, "lora_targets": "mlp", "lora_rank_pattern": "mlp=1",

@@ -198,7 +198,7 @@ def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(g
     with TokenWriter("more.bin", vocab_size=97) as file:
         file.append((np.arange(7 * T + 1) % 97).astype(np.int32))
     given |= {"train_file": ["train.bin", "more.bin"], "weight": [0.75, "0.25"], "steps": 8}
-    given |= {"augment": "token-dropout=0.1,span-shuffle=0.3", "neftune_alpha": 5, "opt_m_dtype": "bf16"}
+    given |= {"neftune_alpha": 5, "opt_m_dtype": "bf16"}
     whole = llmq.train(**{**given, "name": "whole"})
     assert "more.bin: 25.00% of the tokens, 8 samples, 1.14 epochs" in given["console"].getvalue()
     shares = read_log(whole.log_path).header["dataset"]["mixture"]
@@ -207,9 +207,8 @@ def test_a_mixed_run_with_noise_goes_on_with_the_same_bits_and_says_its_shares(g
     parts = llmq.train(**{**given, "continue": 5, "overwrite": True})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
-    for change, says in (({"weight": [0.5, 0.5]}, "mixture: "), ({"augment": None}, "augment: .*not set now")):
-        with pytest.raises(UsageError, match=says):
-            llmq.train(**{**given, **change, "continue": 5, "overwrite": True})
+    with pytest.raises(UsageError, match="mixture: "):
+        llmq.train(**{**given, "weight": [0.5, 0.5], "continue": 5, "overwrite": True})
 
 
 def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):

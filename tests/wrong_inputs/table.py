@@ -67,8 +67,6 @@ COMMAND_LINES = {
 --gpu H200 | --gpu H200 plans for a GPU, but --device is
 --gpus 2 --device cpu | --gpus 2 counts GPUs, but --device is cpu
 --ray-address auto | --ray-address auto is for a Ray cluster: add
---augment noise=0.1 | --augment noise=0.1: there is no 'noise'
---augment token-dropout=2 | --augment token-dropout=2: token-dropout=2 is
 --packing most | --packing most: give windows, true (the same
 --packing --no-packing | --packing and --no-packing are both given
 --packing=no --no-packing | --packing and --no-packing are both given

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from llmq.data.batches.augment import Augmentation, open_augmentation
 from llmq.data.batches.batch import Batch, step_of
 from llmq.data.batches.mixture import Mixture, Share, Source, sources_of
 from llmq.data.batches.packing import Packs
@@ -64,7 +63,6 @@ class Data:
     grad_accumulation: int
     seed: int
     world: int
-    augment: Augmentation | None = None
     layout: RowLayout = field(default_factory=RowLayout)
     is_there: bool = True  # False: this is the shape of a plan without data
 
@@ -133,7 +131,7 @@ class Data:
     def loader(self, rank: int = 0, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
         """A loader of the training data for one rank, from a place on (see Loader)."""
         assert 0 <= rank < self.world
-        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world, self.augment)
+        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world)
         return Loader(batches, position, stream)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
@@ -155,7 +153,6 @@ class Data:
             **({"training files": [file.fingerprint for file in train.token_files]} if train.token_files else {}),
             **({"data, tokenizer and template": train.key} if isinstance(train, StreamedRows) else {}),
             **({"mixture": train.identity()} if isinstance(train, Mixture) else {}),
-            **({"augment": [list(rate) for rate in self.augment.rates]} if self.augment else {}),
             **({"documents of a row": self.limits[0]} if self.limits else {}),
         }
 
@@ -200,7 +197,6 @@ def open_data(
     is no sample to train or evaluate on.
     """
     accumulation = step_of(options, world)[-1]
-    augment = open_augmentation(options.augment, vocab_size, seed, num_virtual)
     if num_virtual and options.seq_len < num_virtual + 2:
         raise UsageError(
             f"--seq-len {options.seq_len} counts the {num_virtual} virtual tokens before each document: use at least "
@@ -213,7 +209,7 @@ def open_data(
     form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
     train, held = _opened(options, form, named, tokenizer) if is_there else (_no_data(form), None)
     sizes = (options.batch_size, options.seq_len, accumulation)
-    return Data(train, held, *sizes, seed, world, augment, layout, is_there)
+    return Data(train, held, *sizes, seed, world, layout, is_there)
 
 
 def _opened(
@@ -305,7 +301,6 @@ class RankBatches:
     seed: int
     rank: int = 0
     world: int = 1
-    augment: Augmentation | None = None
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Batch]]:
         """Batch after batch; see Stream."""
@@ -322,8 +317,6 @@ class RankBatches:
                 found, epoch = stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
             else:
                 found, epoch = rows.read(rows.order(places, self.seed)), taken / rows.num_windows
-            if self.augment is not None:
-                found = self.augment(found, places)
             yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)
 
 

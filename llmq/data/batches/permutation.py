@@ -43,12 +43,6 @@ def mixed(seed: int, *words: int) -> int:
     return int(state[0])
 
 
-def addressed_bits(seed: int, purpose: int, places: np.ndarray, count: int) -> np.ndarray:
-    """Random words (n,count) uint64: word j of row i is a function of (seed, purpose, places[i], j) alone."""
-    keys = _mix(np.asarray(places).astype(np.uint64) ^ np.uint64(mixed(seed, purpose)))
-    return _mix(keys[:, None] + _GOLDEN * np.arange(count, dtype=np.uint64))
-
-
 def _permute(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:
     """A keyed permutation of 0 .. a * b - 1, applied to `x` (n,) uint64 with `keys` (n,) uint64."""
     left, right = x // np.uint64(b), x % np.uint64(b)

@@ -101,20 +101,16 @@ def test_it_is_the_same_sequence_from_any_place_on(tmp_path: Path) -> None:
     batch_size=st.integers(1, 5),
     world=st.integers(1, 4),
     skip=st.integers(0, 30),
-    augment=st.sampled_from([False, True]),
 )
 def test_loaders_of_any_world_and_start_read_the_same(
-    tmp_path_factory: pytest.TempPathFactory, weight, batch_size: int, world: int, skip: int, augment: bool
+    tmp_path_factory: pytest.TempPathFactory, weight, batch_size: int, world: int, skip: int
 ) -> None:
     folder = tmp_path_factory.mktemp("m")
     files = [write(folder / f"{n}.bin", n, 5 + 9 * n) for n in range(3)]
-    text = "token-dropout=0.3,span-shuffle=0.5" if augment else None
-    data = open_data(options(*files, weight=weight, batch_size=batch_size, augment=text), 10_000, 3)
+    data = open_data(options(*files, weight=weight, batch_size=batch_size), 10_000, 3)
     places = np.arange((skip + 2) * batch_size * world)
     assert isinstance(data.train, Mixture if weight else Windows)
     want = data.train.read(data.train.order(places, 3))
-    if data.augment:
-        want = data.augment(want, places)
     for rank in range(world):
         with replace(data, world=world).loader(rank, skip * batch_size * world) as loader:
             for step in (skip, skip + 1):

@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from llmq.data.batches.augment import open_augmentation
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.packing import Packs
@@ -112,22 +111,6 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
         assert {tuple(ids) for ids, _ in without_lead(rows, 10 + N)} <= {tuple(d[:10]) for d in documents} | {
             tuple(d[9:]) for d in documents
         }
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_spans_are_shuffled_within_the_text(packed):
-    rng = np.random.default_rng(3)
-    tokens = rng.integers(1, VOCAB, (300, 24)).astype(np.int32)
-    marks = np.array([0, 9, 24] if packed else [0, 24], np.int32)
-    for start in marks[:-1]:
-        tokens[:, start : start + N] = 0
-    borders = np.tile(marks, (300, 1)) if packed else None
-    targets = np.where(tokens == 0, -100, 5).astype(np.int32)
-    augment = open_augmentation("span-shuffle=1", VOCAB, 0, N)
-    rows = augment(Rows(tokens, targets, borders), np.arange(300))
-    assert (rows.tokens != tokens).mean() > 0.4
-    np.testing.assert_array_equal(rows.tokens == 0, tokens == 0)
-    assert (rows.targets[tokens == 0] == -100).all()
 
 
 def test_data_gives_batches_with_virtual_tokens(file, tmp_path):
