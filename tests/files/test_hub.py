@@ -1,22 +1,15 @@
-"""The Hub against a stand-in on 127.0.0.1, reached through HF_ENDPOINT as a user would set it.
+"""Models of the Hub, against a stand-in."""
 
-The hub library reads its environment when it is imported, so each environment is a Python process of its own; within
-one process the cases run in order and answer as JSON lines.
-"""
-
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
+import hub_stand_in
 import numpy as np
 import pytest
+from hub_stand_in import COMMIT, ROOT, Repo, serve
 from small_tokenizers import EOS, byte_level, save
 
 from llmq.errors import DataError, UsageError
@@ -27,9 +20,7 @@ from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import preset_tokenizer
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 DRIVER = """
 import json, sys
 import llmq.files.hub
@@ -44,81 +35,6 @@ for name, revision, kind in json.loads(sys.argv[1]):
     except LlmqError as error:
         print(json.dumps({"error": type(error).__name__, "text": str(error)}))
 """
-
-
-@dataclass
-class Hub:
-    """A stand-in for the Hub: repositories by name, what was asked of it, and what it does wrong."""
-
-    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    gated: set[str] = field(default_factory=set)
-    cut: dict[str, bool] = field(default_factory=dict)  # file -> whether its first half has been sent
-    requests: list[tuple[str, str]] = field(default_factory=list)  # method, path
-    url: str = ""
-
-    def files(self):
-        """Names of the files whose content was asked for."""
-        return [path.rsplit("/", 1)[1] for method, path in self.requests if method == "GET" and "/resolve/" in path]
-
-
-def handler_of(state):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
-
-        def log_message(self, *arguments):
-            pass
-
-        def answer(self, status, body=b"", headers=(), length=None):
-            self.send_response(status)
-            for key, value in {"Content-Length": len(body) if length is None else length, **dict(headers)}.items():
-                self.send_header(key, str(value))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def error(self, status, code):
-            self.answer(status, headers={"X-Error-Code": code, "X-Error-Message": code})
-
-        def do_GET(self):
-            path = unquote(urlsplit(self.path).path)
-            state.requests.append((self.command, path))
-            words = path.strip("/").split("/")
-            if len(words) < 4:
-                return self.answer(404)  # what else the library asks for
-            if words[:2] == ["api", "models"]:
-                name, revision = "/".join(words[2:4]), "/".join(words[5:]) or "main"
-            else:
-                name, revision = "/".join(words[:2]), words[3]
-            if name not in state.repos:
-                return self.error(401, "RepoNotFound")
-            if revision not in ("main", COMMIT):
-                return self.error(404, "RevisionNotFound")
-            files = state.repos[name]
-            if words[0] == "api":
-                siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
-                info = {"_id": "1", "id": name, "modelId": name, "sha": COMMIT, "siblings": siblings}
-                return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
-            file = "/".join(words[4:])
-            if name in state.gated and self.headers.get("Authorization") != "Bearer hf_good":
-                return self.error(401, "GatedRepo")
-            if file not in files:
-                return self.error(404, "EntryNotFound")
-            return self.send_file(file, files[file])
-
-        do_HEAD = do_GET
-
-        def send_file(self, file, data):
-            headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
-            if self.command == "GET" and file in state.cut:
-                if state.cut[file]:
-                    return self.answer(503)
-                state.cut[file] = True
-                self.close_connection = True
-                return self.answer(200, data[: len(data) // 2], headers, len(data))
-            return self.answer(200, data, headers)
-
-    return Handler
 
 
 @pytest.fixture(scope="module")
@@ -144,26 +60,13 @@ def contents(tmp_path_factory):
 @pytest.fixture
 def server(contents):
     wanted, more = contents
-    state = Hub({"org/good": {**wanted, **more}})
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state))
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.url = f"http://127.0.0.1:{http.server_address[1]}"
-    yield state
-    http.shutdown()
-    thread.join()
-    http.server_close()
+    with serve({"org/good": Repo({**wanted, **more})}) as hub:
+        yield hub
 
 
 def ask(home, url, *cases, free=None, **environment):
     """Runs model_folder for each (name, revision, kind) in a process with this environment; its answers in order."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
-    kept |= {"HF_HOME": str(home), "HF_ENDPOINT": url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
-    command = [sys.executable, "-c", DRIVER, json.dumps(cases), *([str(free)] if free is not None else [])]
-    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return hub_stand_in.ask(DRIVER, home, url, cases, *([str(free)] if free is not None else []), **environment)
 
 
 def case(name, revision=None, kind="model"):
@@ -177,7 +80,7 @@ def test_found_then_offline_then_unreachable(server, contents, tmp_path):
     folder = Path(first["folder"])
     assert again == pinned == first and folder.is_relative_to(tmp_path)
     assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == wanted
-    fetched = server.files()
+    fetched = [path.rsplit("/", 1)[1] for path in server.fetched()]
     assert sorted(fetched) == sorted(name.rsplit("/", 1)[-1] for name in wanted)  # once each, and nothing else
     weights = [n for n, name in enumerate(fetched) if name.endswith(".safetensors")]
     assert len(weights) > 1 and weights == list(range(len(fetched) - len(weights), len(fetched)))  # weights come last
@@ -210,7 +113,7 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
     wanted, _ = contents
     good = dict(wanted)
     config = json.loads(good["config.json"])
-    server.repos |= {
+    repos = {
         "org/gated": good,
         "org/moe": {**good, "config.json": json.dumps({**config, "num_experts": 8}).encode()},
         "org/pickled": {"config.json": good["config.json"], "pytorch_model.bin": b"no"},
@@ -219,6 +122,7 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
         "org/torn": {name: data for name, data in good.items() if not name.startswith("model-00002")},
         "org/spm": {"config.json": good["config.json"], "tokenizer.model": b"x"},
     }
+    server.repos |= {name: Repo(files) for name, files in repos.items()}
     server.gated.add("org/gated")
     (tmp_path / "org" / "goodies").mkdir(parents=True)
     (tmp_path / "org" / "goodies" / "config.json").write_text("{}")
@@ -241,7 +145,7 @@ def test_gated_absent_and_unusable(server, contents, tmp_path):
     assert answers["b@d"]["error"] == "UsageError" and "ORG/NAME" in text["b@d"]
     assert all("Traceback" not in t for t in text.values())
     assert sorted(os.listdir(answers["spm config"]["folder"])) == ["config.json", "tokenizer.model"]
-    assert not any(name.endswith((".safetensors", ".bin")) for name in server.files())  # refused before the weights
+    assert not any(name.endswith((".safetensors", ".bin")) for name in server.fetched())  # refused before the weights
 
     (allowed,) = ask(tmp_path, server.url, case("org/gated"), HF_TOKEN="hf_good")
     assert (Path(allowed["folder"]) / "tokenizer.json").read_bytes() == b"{}"
@@ -254,7 +158,7 @@ def test_a_tokenizer_is_fetched_without_weights(server, tmp_path):
     assert names == [
         "additional_chat_templates", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    assert server.files()[0] == "tokenizer.json"
+    assert server.fetched()[0].endswith("/tokenizer.json")
     (offline,) = ask(tmp_path, server.url, case("org/good", None, "tokenizer"), HF_HUB_OFFLINE="1")
     assert offline == answer
 
@@ -272,7 +176,7 @@ def test_a_download_that_was_cut_off_goes_on_when_run_again(server, contents, tm
     server.requests.clear()
     (answer,) = ask(tmp_path, server.url, case("org/good"))
     assert (Path(answer["folder"]) / shard).read_bytes() == wanted[shard]
-    assert server.files() == [shard]  # the others were kept
+    assert [path.rsplit("/", 1)[1] for path in server.fetched()] == [shard]  # the others were kept
 
 
 def test_a_full_disk_is_found_before_the_weights(server, contents, tmp_path):
@@ -284,7 +188,7 @@ def test_a_full_disk_is_found_before_the_weights(server, contents, tmp_path):
         answer["error"] == "StorageError" and f"{needed:,} bytes more" in answer["text"] and "HF_HOME" in answer["text"]
     )
     assert f"free {needed - 100_000:,} bytes" in answer["text"]
-    assert not any(name.endswith(".safetensors") for name in server.files())
+    assert not any(name.endswith(".safetensors") for name in server.fetched())
 
 
 def test_local_folders_come_first(tmp_path, monkeypatch):
@@ -312,7 +216,8 @@ def test_local_folders_come_first(tmp_path, monkeypatch):
 def test_a_preset_needs_no_more_than_data(server, tmp_path):
     """One command: the shape is a preset's, and its tokenizer comes from the Hub, which is asked for nothing else."""
     tokenizer = save(byte_level(), tmp_path / "tokenizer", {"eos_token": EOS})
-    server.repos = {preset_tokenizer("tiny_llama3_50m"): {path.name: path.read_bytes() for path in tokenizer.iterdir()}}
+    files = {path.name: path.read_bytes() for path in tokenizer.iterdir()}
+    server.repos = {preset_tokenizer("tiny_llama3_50m"): Repo(files)}
     (tmp_path / "x.jsonl").write_text('{"text": "It is the king."}\n' * 300)
     command = (
         "-m llmq.cli.train --model tiny_llama3_50m --from-scratch --data x.jsonl --epochs 1 --dry-run --seq-len 32"
@@ -322,4 +227,4 @@ def test_a_preset_needs_no_more_than_data(server, tmp_path):
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, *command.split()], **options)
     assert done.returncode == 0 and "would be tokenized into" in done.stdout, done.stderr
-    assert server.files() == ["tokenizer.json", "tokenizer_config.json"]
+    assert [path.rsplit("/", 1)[1] for path in server.fetched()] == ["tokenizer.json", "tokenizer_config.json"]

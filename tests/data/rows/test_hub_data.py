@@ -1,35 +1,24 @@
-"""Data sets of the Hub: which files are which config and split, and the whole way against a stand-in on 127.0.0.1.
-
-The hub library reads its environment when it is imported, so each environment is a Python process of its own.
-"""
+"""Data sets of the Hub: which files are which config and split, and the whole way against a stand-in."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+import hub_stand_in
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub_stand_in import COMMIT, CONVERTED, Hub, Repo, serve
 
 from llmq.data.rows.hub_data import HubSpec, by_split, converted_layout, layout
 from llmq.errors import DataError, UsageError
 
-ROOT = Path(__file__).parents[3]
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CONVERTED = "89abcdef0123456789abcdef0123456789abcdef"
 DRIVER = """
 import json, os, sys
 from itertools import islice
@@ -55,73 +44,6 @@ def parquet(*numbers: int) -> bytes:
 
 def jsonl(*numbers: int) -> bytes:
     return "".join(json.dumps({"n": n, "text": f"row {n}"}) + "\n" for n in numbers).encode()
-
-
-@dataclass
-class Repo:
-    files: dict[str, bytes]
-    configs: list[dict[str, Any]] | None = None
-    converted: dict[str, bytes] | None = None
-
-
-@dataclass
-class Hub:
-    """What the stand-in has, and what was asked of it."""
-
-    repos: dict[str, Repo]
-    requests: list[str] = field(default_factory=list)
-    url: str = ""
-
-
-def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for key, value in {"Content-Length": str(len(body)), **headers}.items():
-                self.send_header(key.replace("_", "-"), value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            words = path.strip("/").split("/")
-            if words[:2] == ["api", "datasets"]:
-                name, revision = "/".join(words[2:4]), "/".join(words[5:]) or "main"
-            elif words[0] == "datasets" and len(words) > 4:
-                name, revision = "/".join(words[1:3]), words[4]
-            else:
-                return self.answer(404)
-            if self.command == "GET":
-                hub.requests.append(path)
-            repo = hub.repos.get(name)
-            if repo is None:
-                return self.answer(401, X_Error_Code="RepoNotFound", X_Error_Message="no")
-            is_converted = revision in ("refs/convert/parquet", CONVERTED)
-            files = repo.converted if is_converted else repo.files
-            if files is None or revision not in ("main", COMMIT, "refs/convert/parquet", CONVERTED):
-                return self.answer(404, X_Error_Code="RevisionNotFound", X_Error_Message="no")
-            commit = CONVERTED if is_converted else COMMIT
-            if words[0] == "api":
-                siblings = [{"rfilename": file, "size": len(data)} for file, data in files.items()]
-                about: dict[str, Any] = {"_id": "1", "id": name, "sha": commit, "siblings": siblings}
-                about |= {"cardData": {"configs": repo.configs}} if repo.configs else {}
-                return self.answer(200, json.dumps(about).encode(), Content_Type="application/json")
-            file = "/".join(words[5:])
-            if file not in files:
-                return self.answer(404, X_Error_Code="EntryNotFound", X_Error_Message="no")
-            tag = hashlib.sha256(files[file]).hexdigest()
-            return self.answer(200, files[file], ETag=f'"{tag}"', X_Repo_Commit=commit)
-
-        do_HEAD = do_GET
-
-    return Handler
 
 
 CARD = [
@@ -179,13 +101,7 @@ def case(name: str, fraction: float | None = None, streaming: bool = False) -> C
 
 def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, dict[str, Any]]:
     """The answers of a process with this environment."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
-    kept |= {"HF_HOME": str(home / "hf"), "LLMQ_CACHE_DIR": str(home / "llmq"), "HF_ENDPOINT": url}
-    kept |= {"PYTHONPATH": str(ROOT), "NO_PROXY": "*", "no_proxy": "*"}
-    command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
-    done = subprocess.run(command, env={**kept, **environment}, cwd=home, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(cases, hub_stand_in.ask(DRIVER, home, url, cases, **environment), strict=True))
 
 
 GOOD = [
@@ -219,17 +135,9 @@ class Told:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    state = Hub(SETS)
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state))
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.url = f"http://127.0.0.1:{http.server_address[1]}"
     home = tmp_path_factory.mktemp("hub")
-    yield Told(state, home, ask(home, state.url, *GOOD, *(case(name) for name, _, _ in BAD)))
-    http.shutdown()
-    thread.join()
-    http.server_close()
+    with serve(SETS) as hub:
+        yield Told(hub, home, ask(home, hub.url, *GOOD, *(case(name) for name, _, _ in BAD)))
 
 
 def test_configs_splits_and_slices(told: Told) -> None:
@@ -245,7 +153,7 @@ def test_configs_splits_and_slices(told: Told) -> None:
 
 
 def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
-    fetched = [path for path in told.hub.requests if "/resolve/" in path and "streamed" not in path]
+    fetched = [path for path in told.hub.fetched() if "streamed" not in path]
     assert len(fetched) == len(set(fetched)) > 20
     assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
 
