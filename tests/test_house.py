@@ -263,7 +263,6 @@ def test_block_code_is_typed(module):
     assert not wrong
 
 
-@pytest.mark.skipif("llmq.options.parse" not in modules(), reason="no options yet")
 def test_every_option_section_has_one_reader():
     sections = {
         node.name

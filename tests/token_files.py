@@ -1,7 +1,9 @@
-"""Token files for tests: written at once, and checked as a whole."""
+"""Token files for tests: written at once, checked as a whole, and as llm.q writes them (versions 1 and 2)."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +29,20 @@ def verified(path: str | Path, vocab_size: int | None = None) -> TokenFile:
     file.trained(0, file.num_tokens)
     assert len(file.document_starts) == file.num_documents + 1
     return file
+
+
+def legacy_bytes(tokens: Sequence[int], vocab_size: int, mask: Sequence[bool] | None = None, version: int = 2) -> bytes:
+    """The bytes of a file that llmq only reads, written independently with struct and loops."""
+    head = b"BIN.TOK\n" + struct.pack("<3i", version, 4, len(tokens))
+    if version == 2:
+        head += struct.pack("<2i", vocab_size, 0 if mask is None else 1)
+    body = struct.pack(f"<{len(tokens)}i", *tokens)
+    return head + b"*" * (1023 - len(head)) + b"\n" + body + bits_of(mask or [])
+
+
+def bits_of(mask: Sequence[bool]) -> bytes:
+    """One bit a token, least significant first."""
+    bits = bytearray(-(-len(mask) // 8))
+    for i, trained in enumerate(mask):
+        bits[i // 8] |= trained << (i % 8)
+    return bytes(bits)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legacy_token_file import legacy_bytes
 from small_tokenizers import sidecar
-from token_files import write_tokens
+from token_files import legacy_bytes, write_tokens
 
 from llmq.data.batches import packing
 from llmq.data.batches.loader import eval_batches

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from legacy_token_file import legacy_bytes
-from token_files import write_tokens
+from token_files import legacy_bytes, write_tokens
 
 from llmq.data.batches import rows as rows_module
 from llmq.data.batches.rows import (
