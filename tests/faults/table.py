@@ -184,7 +184,7 @@ def epochs_all_alike(real, places, num_samples, seed):
     return real(np.asarray(places) % num_samples, num_samples, seed)
 
 
-@fault("llmq.data.tokens.token_file:TokenFile.trained", "tests/data/batches/test_rows.py")
+@fault("llmq.data.tokens.token_file:TokenFile.trained", "tests/data/batches/test_windows.py")
 def mask_of_inputs_not_of_targets(real, file, start, stop):
     return real(file, start - 1, stop - 1)
 

@@ -204,7 +204,7 @@ def open_data(
         )
     is_there = named is not None or options.train_file is not None
     named = named and named.find(options.seq_len - num_virtual, options.weight)
-    has_rows = named is not None and named.has_rows
+    has_rows = named is not None and any(request.found.is_rows for request in named.requests)
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
     train, held = _opened(options, form, named, tokenizer) if is_there else (_no_data(form), None)

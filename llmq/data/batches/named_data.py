@@ -51,11 +51,6 @@ class NamedData:
     sources: tuple[Source, ...] = ()
     requests: tuple[Request, ...] = ()  # what is to be tokenized, by source
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether any of it is rows, and not text."""
-        return any(request.found.is_rows for request in self.requests)
-
     def find(self, seq_len: int, weights: Sequence[float] | None) -> NamedData:
         """Itself, with sources and requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
         options = self.options

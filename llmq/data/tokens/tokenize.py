@@ -23,7 +23,7 @@ from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
 from llmq.data.tokens.cache import locked
-from llmq.data.tokens.produce import (
+from llmq.data.tokens.pipeline import (
     MANIFEST,
     FinishedPart,
     Manifest,
@@ -159,7 +159,7 @@ def make(
         done = (stream.rows.rows if found.num_bytes is None else stream.num_bytes for stream in streams)
         on_progress(sum(done), found.num_bytes)
 
-    producer = Producer(work, manifest, tokenizer.vocab_size, tokenizer.sha256, request.skip_bad_rows, report)
+    producer = Producer(work, manifest, tokenizer, request.skip_bad_rows, report)
     try:
         made = producer.run(_streams(request, encoder))
         manifest.notes = _check(request, work, made)

@@ -24,7 +24,7 @@ from llmq.data.rows import request
 from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import Record
 from llmq.data.rows.request import Request
-from llmq.data.tokens import pipeline, produce
+from llmq.data.tokens import pipeline
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import cached
@@ -37,13 +37,12 @@ SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "BLOCK_BY
 DRIVER = """
 import json, os, sys
 from llmq.data.tokens import pipeline
-from llmq.data.tokens import produce
 from llmq.data.rows import request
 from llmq.data.tokens import text
 from llmq.data.tokens import tokenize
 os.fsync = lambda fd: None
 small, arguments = json.loads(sys.argv[1])
-for module in (pipeline, produce, request, text):
+for module in (pipeline, request, text):
     for name, value in small.items():
         if hasattr(module, name):
             setattr(module, name, value)
@@ -55,7 +54,7 @@ tokenize.tokenize_data(**arguments)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts and batches; they are not forced onto the disk, which only a loss of power would show."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    for module in (pipeline, produce, request, text_files):
+    for module in (pipeline, request, text_files):
         for name, value in SMALL.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -135,7 +134,7 @@ def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, w
     call(path, "older", encode=EncodeOptions(train_on="all"))
     call(path, "whole")
     older = content(tmp_path / "older")
-    holder = produce.Manifest if when == "write" else produce.TokenWriter
+    holder = pipeline.Manifest if when == "write" else pipeline.TokenWriter
     original = getattr(holder, when)
     for after in (False, True):
         for count in (1, 3):
@@ -211,7 +210,7 @@ def test_parts_end_with_documents_and_hold_everything(tmp_path: Path, monkeypatc
         verified(file.path)
         assert np.all(file.tokens[file.document_starts[1:] - 1] == 0)  # EOS
         assert file.num_tokens - np.diff(file.document_starts)[-1] < 400
-    monkeypatch.setattr(produce, "PART_TOKENS", 10**9)
+    monkeypatch.setattr(pipeline, "PART_TOKENS", 10**9)
     (one,) = call(path, "one", eval_fraction=0)
     assert one.path.name == "train.bin"
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), one.tokens)
@@ -400,7 +399,7 @@ def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, mo
         call(short)
     for path in (tmp_path / "out").glob("train-*.bin"):
         path.unlink()
-    monkeypatch.setattr(produce, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
+    monkeypatch.setattr(pipeline, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
     assert [file.path.name for file in call(short)] == ["train.bin", "eval.bin"]
     assert not (tmp_path / "out/.partial").exists()
 
