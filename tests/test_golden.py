@@ -32,8 +32,8 @@ from tiny_engines import next_logits
 
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.regularization import Regularization
 from llmq.optimizers.adamw import AdamW
+from llmq.plan.spec import Regularization
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)

@@ -70,7 +70,7 @@ OWNERS = {
     "ScheduleOptions": "llmq.training.schedule",
     "ShardingOptions": "llmq.plan.sharding",
     "OptimizerOptions": "llmq.model.optimizer",
-    "RegularizationOptions": "llmq.model.regularization",
+    "RegularizationOptions": "llmq.plan.spec",
     "LogOptions": "llmq.training.log",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",

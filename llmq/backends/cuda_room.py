@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.model.held import Values, Work, slice_rows
-from llmq.model.repeated import Repeated
+from llmq.model.held import Repeated, Values, Work, slice_rows
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.plan.arena import aligned

@@ -65,6 +65,7 @@ class BoundPlan:
 
     def run(self, name: str) -> None:
         """Runs a program of the plan by name; it is bound on first use."""
+        # By identity, as comparing programs call by call would take longer than a step.
         key = id(self.plan.programs[name])
         with self._explained():
             if key not in self._programs:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from llmq.disk import GIB
 from llmq.engine.predict import Rates, micro_programs, program_seconds
 from llmq.optimizers.rule import MASTER, spaces
-from llmq.plan.few_layers import with_layers
-from llmq.plan.lattice import Cost
+from llmq.plan.levels import with_layers
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.plan.spec import Spec
@@ -26,6 +25,19 @@ TIMED = ("only", "first", "middle", "last", "update")
 UPDATES = ("update", "publish", "publish_counted", "calibrate", "gather")
 LARGE_PIECES = GIB  # of states on the host: as many calls as needed in a plan, but few to count here
 TOKENS = 64  # of a sequence in a plan whose update is all that counts
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan takes: bytes of the device and of the host, and seconds of an optimizer step."""
+
+    num_bytes: int
+    host_bytes: int
+    seconds: float
+
+    def missing(self, free_bytes: int, free_host_bytes: int) -> int:
+        """Bytes that are not there, of both together."""
+        return max(self.num_bytes - free_bytes, 0) + max(self.host_bytes - free_host_bytes, 0)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class Engine(StoredPlan):
         gradients are whole. A plan with noise needs the `places` of the batch.
         """
         assert batch.places is not None or not self._has(self._cells.batch.samples), "noise goes by a sample's place"
+        # Programs add to it, also those of later micro-steps.
         if first and self._has(SENT_ERROR):
             self._fill(SENT_ERROR, 0)
         self.feed(batch)
@@ -161,6 +162,7 @@ class Engine(StoredPlan):
 
     def gather(self) -> None:
         """Makes the weights whole, if they were updated since a step made them so. All ranks ask for it."""
+        # One rank has no such program: its update writes whole weights.
         if not self._is_gathered and "gather" in self.plan.programs:
             self.run("gather")
         self._is_gathered = True

@@ -28,8 +28,7 @@ from llmq.backends import Backend, Launch, Op, Run
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.hardware.nvml import Background, Reading
-from llmq.model.held import Values
-from llmq.model.repeated import Repeated
+from llmq.model.held import Repeated, Values
 from llmq.ops.seam import record
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.spec import Spec

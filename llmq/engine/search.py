@@ -3,24 +3,31 @@
 The one search behind the advice of a run that does not fit and behind --fit, which differ in what may change and in how
 far a micro-batch may grow. A plain descent from the most frugal settings, which changes one remedy at a time, found a
 step of 7B in 16 GiB that takes 11% longer: fewer rows and no residuals on the host are faster together alone.
+
+A point has an index for each axis of settings, which go from fast to frugal: a further one takes no fewer seconds and
+no more bytes of the device, and no fewer of the host. So the first corner of a box of points bounds its seconds from
+below and the last one its bytes, and boxes that cannot hold an answer are left whole. Boxes wait in order of their
+bounds (branch and bound, Land and Doig 1960), hence points come out in the order of their seconds.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import count, islice, product
 
-from llmq.engine.cost import Costs
+from llmq.engine.cost import Cost, Costs
 from llmq.errors import UsageError
-from llmq.plan.lattice import Box, Cost, Point, fastest
 from llmq.plan.plan import uncollected
-from llmq.plan.refusals import refuse
 from llmq.plan.remedies import Alternative, Axis, Changes, Terms, axes, changes, is_open, levels, typed
-from llmq.plan.spec import Spec
+from llmq.plan.spec import Spec, refuse
 from llmq.screen import Report, unreported
 
+LESS = 0.98  # of the bytes before it is what a slower point has to need
+Point = tuple[int, ...]
+Box = tuple[Point, Point]  # its first and its last point
 WORTH = 1.01  # how much faster a step has to be for each kind of numbers that change
 SURE = 0.96  # of the room: an estimate above that is confirmed by a plan of the whole
 FEW_LAYERS = 8  # of a model whose plan is made as fast as an estimate
@@ -81,12 +88,12 @@ class Search:
         self._known: dict[Point, Cost | None] = {}
         self._enough: Point | None = None  # on each axis, as far as the first that was found
 
-    def best(self, alternatives: Sequence[Alternative], count: int, within_s: float = math.inf) -> list[Setting]:
+    def best(self, alternatives: Sequence[Alternative], most: int, within_s: float = math.inf) -> list[Setting]:
         """The fastest that fit in so many seconds, each of the next with less of the device."""
         limits = {"free_bytes": self.room.free_bytes, "free_host_bytes": self.room.host_bytes}
         with uncollected():
             found = fastest(self._boxes(alternatives), self._weighed, self._fits, **limits, within_s=within_s)
-            points = [point for point, _ in islice(found, count)]
+            points = [point for point, _ in islice(found, most)]
         self._enough = self._enough or next((point[1:] for point in points), None)
         return [self._setting(point) for point in points]
 
@@ -170,3 +177,55 @@ class Search:
         fits = cost is not None and not self.room.missing(cost)
         self._plans_next = self._plans_next and not fits
         return fits
+
+
+def fastest(
+    boxes: Iterable[Box],
+    cost_at: Callable[[Point], Cost | None],
+    accepts: Callable[[Point], bool],
+    *,
+    free_bytes: int,
+    free_host_bytes: int,
+    within_s: float = math.inf,
+) -> Iterator[tuple[Point, Cost]]:
+    """Points of the boxes that fit, the fastest first, then the fastest of those that need less of the device.
+
+    None takes more than `within_s` seconds.
+
+    `cost_at` gives None for settings that cannot be combined, and `accepts` has the last word on a point that would
+    come out; both are asked several times.
+    """
+    waiting: list[tuple[float, int, int, Point, Point]] = []
+    number, room = count(), free_bytes
+
+    def wait(low: Point, high: Point, bound: float) -> None:
+        fast, frugal = cost_at(low), cost_at(high)
+        if (frugal is not None and frugal.num_bytes > room) or (fast is not None and fast.host_bytes > free_host_bytes):
+            return
+        seconds = bound if fast is None else max(bound, fast.seconds)
+        if seconds > within_s:
+            return
+        heapq.heappush(waiting, (seconds, sum(low), next(number), low, high))
+
+    for low, high in boxes:
+        wait(low, high, 0.0)
+    while waiting:
+        seconds, _, _, low, high = heapq.heappop(waiting)
+        cost = cost_at(low)
+        # The fastest point of the box that waits first: nothing that is left can be faster.
+        if cost is not None and not cost.missing(room, free_host_bytes) and accepts(low):
+            room = int(LESS * cost.num_bytes)
+            yield low, cost
+        for piece in _halves(low, high):
+            wait(*piece, seconds)
+
+
+def _halves(low: Point, high: Point) -> list[Box]:
+    """A box in two, cut across its first axis of several points; nothing of a single point."""
+    axis = next((axis for axis, (a, b) in enumerate(zip(low, high, strict=True)) if a < b), None)
+    if axis is None:
+        return []
+    middle = (low[axis] + high[axis]) // 2
+    first = (*high[:axis], middle, *high[axis + 1 :])
+    second = (*low[:axis], middle + 1, *low[axis + 1 :])
+    return [(low, first), (second, high)]

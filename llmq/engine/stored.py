@@ -56,6 +56,7 @@ class StoredPlan(BoundPlan):
             if self.plan.persistent[name].shape == slice_.shape:
                 yield name, self._memory.read(name, into and into(name))
                 continue
+            # What is kept whole is cut here: every rank has it, and each writes its rows of it.
             mine = self._memory.read(name)[slice_.start[0] :][: slice_.shape[0]]
             if into is not None:
                 copy = into(name)
@@ -89,6 +90,7 @@ class StoredPlan(BoundPlan):
                     values = self._share(row.name, np.asarray(values)) if shared else values
                     self._memory.write(storage_name(ref), values)
                     continue
+                # Each tensor of a file is quantized alone, so that what is held is what others make of the same file.
                 borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
                 for one, value in zip(ref.entries, np.asarray(values) if ref.is_stack else (values,), strict=True):
                     self._hold(one, value, borders)

@@ -1,6 +1,8 @@
 """What each level of sharing takes of a rank's memory and sends in a step, for the table of a dry run.
 
-The level that a run has is planned. The others are estimated by plans of a quarter of the layers.
+The level that a run has is planned. The others are estimated by plans of a quarter of the layers, as each further layer
+takes the same bytes. What a few layers need most memory for, such as the embedding, may be something else than in the
+whole model: an estimate is the plan's own number or less, and by a quarter it was the same wherever that was compared.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from llmq.ops.record import Call
 from llmq.ops.seam import record
-from llmq.plan.few_layers import LEAST_LAYERS, MORE, extrapolated, plans_of_few
 from llmq.plan.names import own_scales
 from llmq.plan.plan import Plan, Scratch, make_plan
+from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref, stored_bytes
 
 SHARE = 4  # of the layers that a model has, an estimate is by one in so many
 LEVELS = range(4)
+LEAST_LAYERS, MORE = 4, 2  # an estimate is by so many layers at least, and by two more
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,14 @@ def _estimated(plan: Plan, sharding: Sharding, scratch_bytes: Scratch, micro_ste
     least = max(LEAST_LAYERS, layers // SHARE)
     if least + MORE >= layers:
         return _planned(make_plan(spec, scratch_bytes), micro_steps)
-    plans = plans_of_few(spec, scratch_bytes, least)
-    found = [{**one.table(), "host": one.host_bytes, "sent": sent_bytes(one, micro_steps)} for one in plans]
-    table = {name: round(extrapolated(number, found[1][name], least, layers)) for name, number in found[0].items()}
+    plans = [make_plan(with_layers(spec, count), scratch_bytes) for count in (least, least + MORE)]
+    few, more = ({**one.table(), "host": one.host_bytes, "sent": sent_bytes(one, micro_steps)} for one in plans)
+    # Linear, as all layers are of the same shapes.
+    table = {name: round(few[name] + (layers - least) * (more[name] - few[name]) / MORE) for name in few}
     host, sent = table.pop("host"), table.pop("sent")
     return LevelNeeds(name_of(sharding), table, host, sent, is_planned=False)
+
+
+def with_layers(spec: Spec, layers: int) -> Spec:
+    """The first `layers` of a model."""
+    return replace(spec, config=replace(spec.config, num_layers=layers, windows=spec.config.windows[:layers]))

@@ -16,8 +16,7 @@ from llmq.plan.build import Sites, build_model, rows_of
 from llmq.plan.memory import Memory, is_quant
 from llmq.plan.passes.lanes import MAIN
 from llmq.plan.precision import Precision
-from llmq.plan.refusals import refuse
-from llmq.plan.spec import Spec
+from llmq.plan.spec import Spec, refuse
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
 from llmq.stores.fused_grads import FusedGrads, Use

@@ -1,7 +1,7 @@
 """What makes a run need less memory: remedies, each a change of the spec, and the options that a changed spec is.
 
-Axes of remedies go from fast to frugal, as a search of their combinations needs it (`lattice.fastest`). What changes
-numbers has no such order, and neither have levels of sharing: of these alternatives a combination has one.
+Axes of remedies go from fast to frugal, as a search of their combinations needs it (llmq/engine/search.py). What
+changes numbers has no such order, and neither have levels of sharing: of these alternatives a combination has one.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def last_alternatives(spec: Spec, terms: Terms) -> list[Alternative]:
     dtypes = spec.precision
     states = _with_dtypes(narrower(spec.hyper.rule, 1))
     found = [states + _with_dtypes(master=dtypes.model, grad=dtypes.model)]
-    # Many ranks have neither: refusals.py says why.
+    # Many ranks have neither: `refuse` of spec.py says why.
     if spec.sharding.size == 1:
         least = states + _with_dtypes(master="none")
         row = partial(_in_batches, size=1, terms=terms)

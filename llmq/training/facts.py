@@ -9,13 +9,13 @@ from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import step_of
 from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.model import optimizer, regularization
+from llmq.model import optimizer
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
 from llmq.plan import memory, precision, sharding
 from llmq.plan.precision import Precision
-from llmq.plan.spec import Completions, Spec
+from llmq.plan.spec import Completions, Spec, regularization
 from llmq.tensor import DTYPES
 from llmq.training.ranks import Ranks
 from llmq.training.run_data import RunData
@@ -63,7 +63,7 @@ class Facts:
             sharding.resolve(options.sharding, self.rank, self.size),
             self.completions,
             adapters.resolve(options.adapters, self.config, self.steps),
-            regularization.resolve(options.regularization),
+            regularization(options.regularization),
         )
 
 

@@ -1,7 +1,7 @@
 """Options that are given and change nothing in this run: a table of where that is so, and a notice for each reason.
 
 People share one command between a laptop and eight GPUs, so these are no errors. What cannot go together anywhere is
-one (`contradictions` of a section of options, llmq/plan/refusals.py).
+one (`contradictions` of a section of options, llmq/plan/spec.py).
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.hardware.device import backend_settings, pick_device
 from llmq.model.presets import preset
-from llmq.model.regularization import Regularization
 from llmq.options.run import SystemOptions
 from llmq.plan.memory import Memory
+from llmq.plan.spec import Regularization
 
 GIB = 2**30
 

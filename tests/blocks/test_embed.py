@@ -22,8 +22,8 @@ from tiny_engines import (
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.model.regularization import Regularization
 from llmq.plan.memory import Memory
+from llmq.plan.spec import Regularization
 
 NOISE = Regularization(neftune_alpha=5.0)
 PLACES = np.array([2**33 + 5, 17])

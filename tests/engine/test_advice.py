@@ -10,10 +10,10 @@ from llmq.cli import estimate as command
 from llmq.disk import GIB, MIB, shown, size_bytes
 from llmq.engine import advice
 from llmq.engine.advice import Limits, lacking, refuse_if_too_large, remedies, requests
+from llmq.engine.cost import Cost
 from llmq.engine.search import Setting
 from llmq.errors import MemoryLimitError
 from llmq.hardware import cards
-from llmq.plan.lattice import Cost
 from llmq.plan.memory import Memory
 from llmq.stores.sharding import Sharding
 

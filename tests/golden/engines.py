@@ -14,11 +14,10 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.regularization import UNREGULARIZED, Regularization
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
-from llmq.plan.spec import Spec
+from llmq.plan.spec import UNREGULARIZED, Regularization, Spec
 from llmq.row import Row
 
 FP64 = Precision(*["fp64"] * 2, m="fp64", v="fp64", master="fp64", grad="fp64")

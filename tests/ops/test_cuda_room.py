@@ -7,8 +7,7 @@ import pytest
 
 from llmq.backends import cuda_room
 from llmq.model import held
-from llmq.model.held import HELD_FORMS, HostRoom, held_form, hold, room_bytes, single_scale
-from llmq.model.repeated import Repeated
+from llmq.model.held import HELD_FORMS, HostRoom, Repeated, held_form, hold, room_bytes, single_scale
 from llmq.operands import Tensor
 from llmq.row import Part, Row
 from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_shape

@@ -16,11 +16,10 @@ from llmq.data.batches.batch import Batch
 from llmq.engine.bind import bind
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.regularization import Regularization
 from llmq.ops.temporaries import temporary_bytes
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan, scratch_storage
-from llmq.plan.spec import Spec
+from llmq.plan.spec import Regularization, Spec
 
 B, T, VOCAB = 2, 256, 3000
 SHAPE = {

@@ -17,12 +17,11 @@ from llmq.files.checkpoint import load
 from llmq.files.source import ModelSource, initial_parameters
 from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
-from llmq.model.regularization import Regularization
 from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
-from llmq.plan.spec import Spec
+from llmq.plan.spec import Regularization, Spec
 from llmq.training.records import EvalRecord, TrainRecord
 
 B, T, ACCUMULATION, STEPS, SEED = 2, 16, 3, 5, 3
