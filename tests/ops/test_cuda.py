@@ -18,6 +18,8 @@ import pytest
 from llmq.operands import Output, Tensor, to_form
 from llmq.ops import cuda, seam
 from llmq.ops.cuda import embedding, launch
+from llmq.ops.cuda.attention import attention_kernels
+from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.reference import OPS
 from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles
 
@@ -616,13 +618,23 @@ def test_no_logit_that_is_nan_is_lost(dtype):
     assert lost.any() and np.array_equal(np.isnan(got["loss"]), lost)
 
 
-def test_names_and_signatures_are_those_of_the_reference():
-    """But for scratch, which those that need any take, and no others."""
-    for name, kernel in cuda.KERNELS.items():
-        signature = inspect.signature(kernel.launch, eval_str=True)
-        given = [p for p in signature.parameters.values() if p.name != "scratch"]
-        assert signature.replace(parameters=given) == inspect.signature(OPS[name], eval_str=True)
-        assert (kernel.scratch_bytes is not None) == ("scratch" in signature.parameters)
+KERNELS = {**cuda.KERNELS, **linear_kernels(None), **attention_kernels(None)}
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_a_launcher_takes_what_the_reference_takes(op):
+    """And scratch, if it needs any. Operands that only go on to the kernel need no names."""
+    kernel, (outputs, inputs, numbers) = KERNELS[op], seam.parse(OPS[op])
+    signature, reference = inspect.signature(kernel.launch), inspect.signature(OPS[op]).parameters
+    scratch = {"scratch": "scratch"} if kernel.scratch_bytes is not None else {}
+    bound = signature.bind(*outputs, *inputs, **{name: name for name in numbers}, **scratch)
+    assert ("scratch" in signature.parameters) == bool(scratch)
+    for name, given in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            assert given == name or outputs == (given,)
+        if parameter.kind == parameter.KEYWORD_ONLY and name != "scratch":
+            assert parameter.default == reference[name].default
 
 
 @gpu

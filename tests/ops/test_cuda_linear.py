@@ -14,7 +14,6 @@ import pytest
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops import seam
 from llmq.ops.cuda import cublaslt, linear
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.cublaslt import Gemm, Gemms, Matrix, Pointers, refusal
@@ -137,13 +136,6 @@ def as_layout(form, layout):
 
 
 # the problems, without a GPU
-
-
-@pytest.mark.parametrize("op", LINEAR)
-def test_names_and_signatures_are_the_references(op):
-    """But for scratch."""
-    outputs, inputs, numbers = seam.parse(linear.linear_kernels(NumpyGemms())[op].launch)
-    assert (outputs, inputs, numbers[:-1]) == seam.parse(OPS[op]) and numbers[-1] == "scratch"
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

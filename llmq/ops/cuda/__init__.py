@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
-from llmq.ops.cuda.launch import Kernel
+from llmq.ops.cuda import launch as gpu
 
 _MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, gpu.Kernel] = {
     kernel.launch.__name__: kernel for module in _MODULES for kernel in getattr(module, "KERNELS", ())
 }
 OPS: Mapping[str, Callable[..., None]] = {name: kernel.launch for name, kernel in KERNELS.items()}

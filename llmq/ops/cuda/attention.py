@@ -9,8 +9,8 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.cudnn import AttentionShape, Cudnn
-from llmq.ops.cuda.launch import GRID_SIDE, Kernel, launch, room
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES
 
@@ -19,19 +19,7 @@ MAX_EXACT_HEAD_DIM = 256  # of the f32 kernels: four tiles of it fit the 99 KiB 
 
 
 def attention_forward(
-    cudnn: Cudnn,
-    att: Output,
-    lse: Output,
-    /,
-    qkv: Tensor,
-    borders: Tensor | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int | None,
-    longest: int | None,
-    softmax_scale: float,
-    scratch: Any = None,
+    cudnn: Cudnn, att: Output, lse: Output, /, *read: Any, scratch: Any = None, **numbers: Any
 ) -> None:
     """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log(sum over seen keys of exp(scale * q k)).
 
@@ -39,9 +27,8 @@ def attention_forward(
     one document. What is longer than `longest` tokens is cut into as many documents. lse is (B,T,Hq) where there are
     borders.
     """
-    shape = _shape(
-        qkv.shape, borders.shape if borders else None, num_heads, num_kv_heads, window, longest, softmax_scale
-    )
+    qkv, borders = read
+    shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
     if not att.wanted and not lse.wanted:
         return
     if _is_exact(qkv.array.dtype):
@@ -49,58 +36,41 @@ def attention_forward(
         return
     plan = cudnn.plan("forward" if lse.wanted else "evaluate", shape)
     places, own = _places_bytes(shape), 0 if att.wanted else _att_bytes(shape)
-    start = room(scratch, places + own + plan.workspace_bytes)
+    start = gpu.room(scratch, places + own + plan.workspace_bytes)
     pointers = {**_packed(shape, qkv.array), "att": _plain(att) or start + places}
     if lse.wanted:
         pointers["lse"] = _plain(lse)
     cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places + own)
 
 
-def attention_backward(
-    cudnn: Cudnn,
-    d_qkv: Output,
-    /,
-    d_att: Tensor,
-    qkv: Tensor,
-    att: Tensor,
-    lse: Tensor,
-    borders: Tensor | None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int | None,
-    longest: int | None,
-    softmax_scale: float,
-    scratch: Any = None,
-) -> None:
+def attention_backward(cudnn: Cudnn, d_qkv: Output, /, *read: Any, scratch: Any = None, **numbers: Any) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse and borders as in forward."""
     if not d_qkv.wanted:
         return
+    d_att, qkv, att, lse, borders = read
     assert not d_qkv.accumulate, "gradients of activations are written, not added to"
-    shape = _shape(
-        qkv.shape, borders.shape if borders else None, num_heads, num_kv_heads, window, longest, softmax_scale
-    )
+    shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
     (target,) = d_qkv.tensors
     if _is_exact(qkv.array.dtype):
-        dots = room(scratch, _dots_bytes(shape))
+        dots = gpu.room(scratch, _dots_bytes(shape))
         _launch("attention_backward_q", shape, shape.num_heads, target, d_att, qkv, att, lse, borders, dots)
         _launch("attention_backward_kv", shape, shape.num_kv_heads, target, d_att, qkv, lse, borders, dots)
         return
     plan, places = cudnn.plan("backward", shape), _places_bytes(shape)
-    start = room(scratch, places + plan.workspace_bytes)
+    start = gpu.room(scratch, places + plan.workspace_bytes)
     pointers = {name: _address(x) for name, x in (("d_att", d_att), ("att", att), ("lse", lse))}
     pointers |= _packed(shape, qkv.array) | _packed(shape, target.array, "d_")
     cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places)
 
 
-def attention_kernels(cudnn: Cudnn | None) -> dict[str, Kernel]:
+def attention_kernels(cudnn: Cudnn | None) -> dict[str, gpu.Kernel]:
     """The two ops; None: in f32, which takes no cuDNN.
 
     What a bf16 call needs is read off its plan, so this is also where cuDNN refuses a head_dim, before anything is
     allocated.
     """
     ops: tuple[Any, ...] = ((attention_forward, _forward_scratch), (attention_backward, _backward_scratch))
-    return {op.__name__: Kernel(partial(op, cudnn), partial(scratch, cudnn), _refuse) for op, scratch in ops}
+    return {op.__name__: gpu.Kernel(partial(op, cudnn), partial(scratch, cudnn), _refuse) for op, scratch in ops}
 
 
 def _forward_scratch(cudnn: Cudnn, call: Arguments) -> int:
@@ -161,10 +131,10 @@ def _check_exact(shape: AttentionShape) -> None:
             f"attention in fp32 on the GPU takes a head_dim up to {MAX_EXACT_HEAD_DIM}, not {shape.head_dim}: "
             "use --model-dtype bf16 or --device cpu"
         )
-    if shape.batch > GRID_SIDE:
+    if shape.batch > gpu.GRID_SIDE:
         raise UsageError(
-            f"attention in fp32 on the GPU takes micro-batches of {GRID_SIDE} sequences at most, not {shape.batch}: "
-            "use a smaller --batch-size with more --grad-accumulation"
+            f"attention in fp32 on the GPU takes micro-batches of {gpu.GRID_SIDE} sequences at most, not "
+            f"{shape.batch}: use a smaller --batch-size with more --grad-accumulation"
         )
 
 
@@ -204,7 +174,7 @@ def _find_documents(shape: AttentionShape, borders: Tensor | None, start: int) -
     widths = {"QKV": shape.packed, "ATT": shape.num_heads * shape.head_dim, "LSE": shape.num_heads}
     numbers = map(np.int32, (shape.batch, borders.shape[1] - 1, shape.places, shape.length, shape.extent))
     arguments = (*addresses.values(), _address(borders), *numbers)
-    launch("documents", "document_offsets", shape.batch, 32, arguments, widths)
+    gpu.launch("documents", "document_offsets", shape.batch, 32, arguments, widths)
     return addresses
 
 
@@ -237,4 +207,4 @@ def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Tensor | 
     numbers = (*map(np.int32, sizes), np.float32(shape.softmax_scale))
     grid = (-(-shape.length // ROWS), heads, shape.batch)
     shared = 4 * (2 * TILE * (shape.head_dim + 1) + 2 * ROWS * shape.head_dim)
-    launch("attention", entry, grid, 32 * WARPS, (*pointers, *numbers), constants, shared_bytes=shared)
+    gpu.launch("attention", entry, grid, 32 * WARPS, (*pointers, *numbers), constants, shared_bytes=shared)

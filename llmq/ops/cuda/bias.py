@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import SUM_COLUMNS, SUM_THREADS, Kernel, adds, launch, plain, pointer, type_of
+from llmq.ops.cuda import launch as gpu
 
 
 def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
@@ -14,9 +14,9 @@ def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
         return
     assert d_y.form is not None and d_y.form.layout == "colsum", "the bias gradient is read as column sums"
     parts, columns = d_y.array.shape
-    arguments = (plain(d_bias), pointer(d_y), np.int32(parts), np.int32(columns), adds(d_bias))
-    blocks = -(-columns // SUM_COLUMNS)
-    launch("bias", "bias_backward", blocks, SUM_THREADS, arguments, {"G": type_of(d_bias)})
+    arguments = (d_bias, d_y, np.int32(parts), np.int32(columns), gpu.adds(d_bias))
+    blocks = -(-columns // gpu.SUM_COLUMNS)
+    gpu.launch("bias", "bias_backward", blocks, gpu.SUM_THREADS, arguments, {"G": gpu.type_of(d_bias)})
 
 
-KERNELS = (Kernel(bias_backward),)
+KERNELS = (gpu.Kernel(bias_backward),)

@@ -10,25 +10,8 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.few_bits import MX_BLOCK, NF4_BLOCK
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import (
-    COL,
-    SUMS,
-    TILE_LANES,
-    TILE_THREADS,
-    Kernel,
-    access,
-    address,
-    forms,
-    height,
-    launch,
-    plain,
-    pointer,
-    rows_of,
-    stream_index,
-    tiles,
-    type_of,
-)
 from llmq.ops.seam import Arguments
 from llmq.scaling import Nested
 from llmq.tensor import LARGEST
@@ -53,51 +36,50 @@ def cast(out: Output, /, x: Tensor) -> None:
     if x.form is not None and x.form.scaling is not None:
         _dequantize(out, x)
         return
-    wanted, outputs = forms(out, may_be_cut=True)
-    rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), type_of(x), type_of(out))
-    constants = {"X": type_of(x), "T": type_of(out), "C": columns, "N": number, **wanted}
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
-    launch(
-        "cast", "cast", blocks, TILE_THREADS, (*outputs, pointer(x), np.int64(rows), np.int64(height(out))), constants
-    )
+    wanted, outputs = gpu.forms(out, may_be_cut=True)
+    rows, columns, number = matrix(x.shape, int(wanted["FORMS"]), gpu.type_of(x), gpu.type_of(out))
+    constants = {"X": gpu.type_of(x), "T": gpu.type_of(out), "C": columns, "N": number, **wanted}
+    blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
+    arguments = (*outputs, x, np.int64(rows), np.int64(gpu.height(out)))
+    gpu.launch("cast", "cast", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def _transpose(out: Tensor, x: Tensor) -> None:
     """Bytes of the columns of x <- those of its rows, with the scales of tiles."""
-    rows, columns = rows_of(x.shape), x.shape[-1]
+    rows, columns = gpu.rows_of(x.shape), x.shape[-1]
     constants: Constants = {"C": columns, "VECTOR": int(rows % 16 == 0 and columns % 16 == 0)}
     blocks = -(-rows // TURNED) * -(-columns // TURNED)
     owns = x.form is not None and x.form.owns_scales
-    scales = (address(out.scale), address(x.scale)) if owns else (0, 0)
-    arguments = (pointer(out), pointer(x), *scales, np.int64(rows))
-    launch("transpose", "transpose", blocks, TILE_THREADS, arguments, constants)
+    scales = (gpu.address(out.scale), gpu.address(x.scale)) if owns else (0, 0)
+    arguments = (out, x, *scales, np.int64(rows))
+    gpu.launch("transpose", "transpose", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def _dequantize(out: Output, x: Tensor) -> None:
     """The value that fp8 rows stand for."""
     assert x.form is not None and x.form.dtype == "e4m3"
-    kind, columns, size = type_of(out), x.shape[-1], math.prod(x.shape)
-    number = min(8, access(columns, "bf16"))
+    kind, columns, size = gpu.type_of(out), x.shape[-1], math.prod(x.shape)
+    number = min(8, gpu.access(columns, "bf16"))
     constants: Constants = {"T": kind, "C": columns, "N": number, "SCALES": SCALES[x.form.scaling or ""]}
-    arguments = (plain(out), pointer(x), address(x.scale), np.int64(size))
-    blocks = -(-size // (TILE_THREADS * number))
-    launch("dequantize", "dequantize", blocks, TILE_THREADS, arguments, constants)
+    arguments = (out, x, gpu.address(x.scale), np.int64(size))
+    blocks = -(-size // (gpu.TILE_THREADS * number))
+    gpu.launch("dequantize", "dequantize", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def _unpack(out: Output, x: Tensor) -> None:
     """What numbers of 4 or 8 bits stand for, in its forms."""
     assert x.form is not None
-    format_, kind, width = x.form.dtype, type_of(out), x.shape[-1]
-    wanted, outputs = forms(out, may_be_cut=True)
+    format_, kind, width = x.form.dtype, gpu.type_of(out), x.shape[-1]
+    wanted, outputs = gpu.forms(out, may_be_cut=True)
     is_flat = format_ == "nf4" or (format_ == "mxfp4" and width % MX_BLOCK == 0)  # blocks go by flat numbers
-    rows, columns, number = rows_of(x.shape), width, access(width, kind)
+    rows, columns, number = gpu.rows_of(x.shape), width, gpu.access(width, kind)
     if is_flat:
         rows, columns, number = matrix((rows, width), int(wanted["FORMS"]), kind)
     about, first = _format(x)
     constants: Constants = {"T": kind, "C": columns, "N": number, **about, **wanted}
-    arguments = (*outputs, pointer(x), address(x.scale), first, np.int64(rows), np.int64(height(out)))
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
-    launch("unpack", "unpack", blocks, TILE_THREADS, arguments, constants)
+    arguments = (*outputs, x, gpu.address(x.scale), first, np.int64(rows), np.int64(gpu.height(out)))
+    blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
+    gpu.launch("unpack", "unpack", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def _format(x: Tensor) -> tuple[Constants, np.int64]:
@@ -112,23 +94,23 @@ def _format(x: Tensor) -> tuple[Constants, np.int64]:
 def matrix(shape: tuple[int, ...], wanted: int, *types: str) -> tuple[int, int, int]:
     """Rows, columns and numbers per access: as wide as a tile where the forms do not depend on the shape."""
     count = math.prod(shape)
-    number = access(shape[-1], *types)
-    flat = access(count, *types)
-    if not wanted & (COL | SUMS) and count % (TILE_LANES * flat) == 0:
-        return count // (TILE_LANES * flat), TILE_LANES * flat, flat
-    return rows_of(shape), shape[-1], number
+    number = gpu.access(shape[-1], *types)
+    flat = gpu.access(count, *types)
+    if not wanted & (gpu.COL | gpu.SUMS) and count % (gpu.TILE_LANES * flat) == 0:
+        return count // (gpu.TILE_LANES * flat), gpu.TILE_LANES * flat, flat
+    return gpu.rows_of(shape), shape[-1], number
 
 
 def amax_scale(scale: Output, /, x: Tensor, *, limit: float) -> None:
     """scale (1,) <- x (any shape): amax(|x|) / limit; 1 if amax is 0 or not finite."""
     if not scale.wanted:
         return
-    kind, count = type_of(x), math.prod(x.shape)
-    number = access(count, kind)
-    constants: Constants = {"X": kind, "T": kind, "C": TILE_LANES, "N": number, "FORMS": 0, "E4M3": 1}
-    blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
-    arguments = (plain(scale), pointer(x), np.float32(limit), np.int64(count), np.int32(stream_index()))
-    launch("cast", "amax_scale", blocks, TILE_THREADS, arguments, constants)
+    kind, count = gpu.type_of(x), math.prod(x.shape)
+    number = gpu.access(count, kind)
+    constants: Constants = {"X": kind, "T": kind, "C": gpu.TILE_LANES, "N": number, "FORMS": 0, "E4M3": 1}
+    blocks = min(AMAX_BLOCKS, -(-count // (gpu.TILE_THREADS * number)))
+    arguments = (scale, x, np.float32(limit), np.int64(count), np.int32(gpu.stream_index()))
+    gpu.launch("cast", "amax_scale", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def amax(out: Output, /, x: Tensor, *, in_bf16: bool) -> None:
@@ -138,37 +120,27 @@ def amax(out: Output, /, x: Tensor, *, in_bf16: bool) -> None:
     if not out.wanted:
         return
     kind, width, count = "bf16" if in_bf16 else "float", x.shape[-1], math.prod(x.shape)
-    cupy.cuda.runtime.memsetAsync(plain(out), 0, 4, cupy.cuda.get_current_stream().ptr)
-    number = access(count, type_of(x)) if x.form is None else access(width, kind)
-    blocks = min(AMAX_BLOCKS, -(-count // (TILE_THREADS * number)))
+    cupy.cuda.runtime.memsetAsync(gpu.plain(out), 0, 4, cupy.cuda.get_current_stream().ptr)
+    number = gpu.access(count, gpu.type_of(x)) if x.form is None else gpu.access(width, kind)
+    blocks = min(AMAX_BLOCKS, -(-count // (gpu.TILE_THREADS * number)))
     constants: Constants = {"T": kind, "N": number, "FORMS": 0, "E4M3": 1}
     if x.form is None:
-        constants = {**constants, "X": type_of(x), "C": TILE_LANES}
-        launch("cast", "amax", blocks, TILE_THREADS, (plain(out), pointer(x), np.int64(count)), constants)
+        constants = {**constants, "X": gpu.type_of(x), "C": gpu.TILE_LANES}
+        gpu.launch("cast", "amax", blocks, gpu.TILE_THREADS, (out, x, np.int64(count)), constants)
         return
     about, first = _format(x)
-    arguments = (plain(out), pointer(x), address(x.scale), first, np.int64(count))
-    launch("unpack", "held_amax", blocks, TILE_THREADS, arguments, {**constants, **about, "C": width})
+    arguments = (out, x, gpu.address(x.scale), first, np.int64(count))
+    gpu.launch("unpack", "held_amax", blocks, gpu.TILE_THREADS, arguments, {**constants, **about, "C": width})
 
 
 def scale_update(
-    new_scale: Output,
-    new_history: Output,
-    new_amax: Output,
-    /,
-    scale: Tensor,
-    history: Tensor,
-    amax: Tensor,
-    limits: Tensor,
-    apply: Tensor,
+    new_scale: Output, new_history: Output, new_amax: Output, /, scale: Tensor, history: Tensor, *others: Tensor
 ) -> None:
     """new_scale (N,), new_history (H,N), new_amax (N,) <- scale, amax, limits (N,), history (H,N), apply (1,)."""
     depth, cells = history.shape
-    written = (plain(new_scale), plain(new_history), plain(new_amax))
-    read = (pointer(scale), pointer(history), pointer(amax), pointer(limits), pointer(apply))
-    constants: Constants = {"X": "float", "T": "float", "C": TILE_LANES, "N": 4, "FORMS": 0, "E4M3": 1}
-    arguments = (*written, *read, np.int32(cells), np.int32(depth))
-    launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)
+    constants: Constants = {"X": "float", "T": "float", "C": gpu.TILE_LANES, "N": 4, "FORMS": 0, "E4M3": 1}
+    arguments = (new_scale, new_history, new_amax, scale, history, *others, np.int32(cells), np.int32(depth))
+    gpu.launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)
 
 
 def _refuse_cast(call: Arguments, capability: int) -> None:
@@ -185,4 +157,4 @@ def _refuse_cast(call: Arguments, capability: int) -> None:
         raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
 
 
-KERNELS = (Kernel(cast, refuse=_refuse_cast), Kernel(amax_scale), Kernel(amax), Kernel(scale_update))
+KERNELS = (gpu.Kernel(cast, refuse=_refuse_cast), gpu.Kernel(amax_scale), gpu.Kernel(amax), gpu.Kernel(scale_update))

@@ -16,9 +16,9 @@ import numpy as np
 
 from llmq.comm.world import ALONE, World
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.copy import copy_bytes
-from llmq.ops.cuda.launch import Kernel, access, address, adds, launch, multiprocessors, plain, pointer, type_of
 from llmq.tensor import Form
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def all_gather(out: Output, /, x: Tensor | None, *, bounds: tuple[int, ...], wor
             for rank, rows in _shares(target, bounds):
                 for to, source in _storages(rows, x if rank == world.rank else rows):
                     if world.size > 1:
-                        gpus.broadcast(address(source), address(to), to.nbytes, rank)
-                    elif address(source) != address(to):
+                        gpus.broadcast(gpu.address(source), gpu.address(to), to.nbytes, rank)
+                    elif gpu.address(source) != gpu.address(to):
                         copy_bytes(to, source)
 
 
@@ -47,11 +47,13 @@ def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world:
     gpus = _gpus(world)
     with gpus.group():
         for rank, rows in _shares(x, bounds):
-            at = address(rows.array)
+            at = gpu.address(rows.array)
             if world.size > 1:
-                assert rank != world.rank or at == plain(out), f"{out.name} is not the memory of its rows of {x.name}"
+                assert rank != world.rank or at == gpu.plain(out), (
+                    f"{out.name} is not the memory of its rows of {x.name}"
+                )
                 gpus.reduce(at, math.prod(rows.shape), x.array.dtype, rank)
-            elif at != plain(out):
+            elif at != gpu.plain(out):
                 copy_bytes(out.tensors[0].array, rows.array)
 
 
@@ -67,11 +69,11 @@ def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: 
                     continue
                 if rank in shares:
                     for sent, _ in _storages(shares[rank], shares[rank]):
-                        gpus.send(address(sent), sent.nbytes, rank)
+                        gpus.send(gpu.address(sent), sent.nbytes, rank)
                 if mine:
                     piece = target.chunk(place * target.shape[1], mine)
                     for received, _ in _storages(piece, piece):
-                        gpus.receive(address(received), received.nbytes, rank)
+                        gpus.receive(gpu.address(received), received.nbytes, rank)
                 place += 1
 
 
@@ -80,29 +82,29 @@ def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int)
     if not out.wanted:
         return
     count, others = math.prod(own.shape), 0 if pieces is None else pieces.shape[0]
-    types, columns = {"O": type_of(out), "X": type_of(own)}, own.shape[-1]
+    types, columns = {"O": gpu.type_of(out), "X": gpu.type_of(own)}, own.shape[-1]
     form = None if pieces is None else pieces.form
     if form is None:
-        types["P"] = type_of(own if pieces is None else pieces)
-        number = access(count, *types.values())
+        types["P"] = gpu.type_of(own if pieces is None else pieces)
+        number = gpu.access(count, *types.values())
     else:
         assert form == Form("e4m3", "row", "tilewise"), f"{out.name}: no kernel adds {form}"
-        number = access(columns, *types.values())  # an access has one scale
+        number = gpu.access(columns, *types.values())  # an access has one scale
         types["P"] = "e4m3"
     constants: Constants = {**types, "N": number, "C": columns}
     arguments = (
-        plain(out),
-        pointer(own),
-        pointer(pieces),
-        0 if pieces is None or pieces.scale is None else address(pieces.scale),
+        out,
+        own,
+        pieces,
+        0 if pieces is None or pieces.scale is None else gpu.address(pieces.scale),
         np.int64(count),
         np.int64(0 if pieces is None else math.prod(pieces.shape[1:])),
         np.int32(others),
         np.int32(rank),
-        adds(out),
+        gpu.adds(out),
     )
-    blocks = min(multiprocessors() * RESIDENT, -(-count // (THREADS * number)))
-    launch("sum_pieces", "sum_pieces", blocks, THREADS, arguments, constants)
+    blocks = min(gpu.multiprocessors() * RESIDENT, -(-count // (THREADS * number)))
+    gpu.launch("sum_pieces", "sum_pieces", blocks, THREADS, arguments, constants)
 
 
 def all_reduce(out: Output, /, x: Tensor, *, largest: bool = False, world: World = ALONE) -> None:
@@ -110,7 +112,7 @@ def all_reduce(out: Output, /, x: Tensor, *, largest: bool = False, world: World
     (target,) = out.tensors
     assert not out.accumulate, f"{out.name}: a sum over ranks is not added to"
     if world.size > 1:
-        _gpus(world).all_reduce(pointer(x), plain(out), math.prod(x.shape), x.array.dtype, largest=largest)
+        _gpus(world).all_reduce(gpu.pointer(x), gpu.plain(out), math.prod(x.shape), x.array.dtype, largest=largest)
     else:
         copy_bytes(target.array, x.array)
 
@@ -134,4 +136,5 @@ def _storages(to: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
     return [(to.array, source.array), *([(to.scale, source.scale)] if owns else [])]
 
 
-KERNELS = (Kernel(all_gather), Kernel(reduce_scatter), Kernel(all_to_all), Kernel(sum_pieces), Kernel(all_reduce))
+OPS: tuple[Any, ...] = (all_gather, reduce_scatter, all_to_all, sum_pieces, all_reduce)
+KERNELS = tuple(gpu.Kernel(op) for op in OPS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import Kernel, address
+from llmq.ops.cuda import launch as gpu
 
 
 def copy_to_host(out: Output, /, x: Tensor) -> None:
@@ -40,7 +40,7 @@ def copy_bytes(target: Any, source: Any) -> None:
     runtime = cupy.cuda.runtime
     stream = cupy.cuda.get_current_stream().ptr
     # the driver sees from the addresses which side is the host
-    runtime.memcpyAsync(address(target), address(source), source.nbytes, runtime.memcpyDefault, stream)
+    runtime.memcpyAsync(gpu.address(target), gpu.address(source), source.nbytes, runtime.memcpyDefault, stream)
 
 
-KERNELS = (Kernel(copy_to_host), Kernel(copy_to_device))
+KERNELS = (gpu.Kernel(copy_to_host), gpu.Kernel(copy_to_device))

@@ -7,21 +7,7 @@ from typing import Any
 import numpy as np
 
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import (
-    AMAX,
-    ROW,
-    VALUE,
-    Kernel,
-    access,
-    adds,
-    capability,
-    forms,
-    launch,
-    plain,
-    pointer,
-    room,
-    type_of,
-)
+from llmq.ops.cuda import launch as gpu
 
 THREADS = (256, 512)  # of a block; the smaller ones, four to a multiprocessor, overlap their reads and writes better
 HELD = 10  # accesses of 16 bytes that a thread holds: 40 of its 64 registers
@@ -34,18 +20,20 @@ def cross_entropy(
 ) -> None:
     """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits may be the memory of logits."""
     rows, columns = logits.shape
-    wanted, outputs = forms(d_logits)
-    assert not int(wanted["FORMS"]) & ~(VALUE | ROW | AMAX), f"{d_logits.name}: written as values and fp8 rows only"
-    constants = {**constants_of(type_of(logits), vocab_size, columns), **wanted}
+    wanted, outputs = gpu.forms(d_logits)
+    assert not int(wanted["FORMS"]) & ~(gpu.VALUE | gpu.ROW | gpu.AMAX), (
+        f"{d_logits.name}: written as values and fp8 rows only"
+    )
+    constants = {**constants_of(gpu.type_of(logits), vocab_size, columns), **wanted}
     blocks = rows * int(constants["CLUSTER"])
-    arguments = (*outputs, plain(loss), pointer(logits), pointer(targets), np.float32(z_loss))
-    launch("cross_entropy", "cross_entropy", blocks, int(constants["THREADS"]), arguments, constants)
+    arguments = (*outputs, loss, logits, targets, np.float32(z_loss))
+    gpu.launch("cross_entropy", "cross_entropy", blocks, int(constants["THREADS"]), arguments, constants)
 
 
 def constants_of(kind: str, vocab: int, columns: int) -> dict[str, int | str]:
     """The kernel for rows this wide: the smallest cluster whose registers hold a row, or one block that reads twice."""
-    number = access(columns, kind)
-    clusters = (1, 2, 4, CLUSTER) if capability() >= 90 else (1,)
+    number = gpu.access(columns, kind)
+    clusters = (1, 2, 4, CLUSTER) if gpu.capability() >= 90 else (1,)
     shapes = ((threads, cluster) for threads in THREADS for cluster in clusters)
     fits = (shape for shape in shapes if columns <= number * HELD * shape[0] * shape[1])
     threads, cluster = next(fits, (1024, 0))
@@ -56,16 +44,17 @@ def constants_of(kind: str, vocab: int, columns: int) -> dict[str, int | str]:
 
 def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor, *, scratch: Any = None) -> None:
     """loss_total (1,), num_tokens (1,) <- loss (...) fp32, targets (...) int32, in the tree of the reference."""
-    values, count = pointer(loss), int(loss.array.size)
-    size, level = _leaves(count), 0
+    values: Tensor | int = loss
+    count, level = int(loss.array.size), 0
+    size = _leaves(count)
     while size > FINISHED:
         size //= 32
-        level = level + size * 32 * 4 if level else room(scratch, _scratch_bytes(loss.shape))
-        launch("loss_sum", "fold", -(-size // 256), 256, (level, values, np.int64(size), np.int64(count)), {})
+        level = level + size * 32 * 4 if level else gpu.room(scratch, _scratch_bytes(loss.shape))
+        gpu.launch("loss_sum", "fold", -(-size // 256), 256, (level, values, np.int64(size), np.int64(count)), {})
         values, count = level, size
     counts = (np.int32(size), np.int64(count), np.int64(targets.array.size))
-    arguments = (plain(loss_total), plain(num_tokens), values, pointer(targets), *counts)
-    launch("loss_sum", "finish", 1, 1024, (*arguments, adds(loss_total), adds(num_tokens)), {})
+    arguments = (loss_total, num_tokens, values, targets, *counts)
+    gpu.launch("loss_sum", "finish", 1, 1024, (*arguments, gpu.adds(loss_total), gpu.adds(num_tokens)), {})
 
 
 def _scratch_bytes(loss: tuple[int, ...]) -> int:
@@ -81,7 +70,4 @@ def _leaves(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-KERNELS = (
-    Kernel(cross_entropy),
-    Kernel(loss_sum, lambda call: _scratch_bytes(call.reads["loss"].shape)),
-)
+KERNELS = (gpu.Kernel(cross_entropy), gpu.Kernel(loss_sum, lambda call: _scratch_bytes(call.reads["loss"].shape)))

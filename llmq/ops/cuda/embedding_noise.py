@@ -8,7 +8,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import GRID_SIDE, Kernel, access, launch, plain, pointer, type_of
+from llmq.ops.cuda import launch as gpu
 
 THREADS = 256  # embedding_noise.cu
 WORD = 0xFFFFFFFF
@@ -19,23 +19,23 @@ def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: floa
     if not out.wanted:
         return
     _refuse_rows(res.shape[0])
-    kind, size = type_of(res), math.prod(res.shape[1:])
-    assert type_of(out) == kind
-    number = access(size, kind)
+    kind, size = gpu.type_of(res), math.prod(res.shape[1:])
+    assert gpu.type_of(out) == kind
+    number = gpu.access(size, kind)
     grid = (-(-size // (THREADS * number)), res.shape[0])
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     scale = np.float32(alpha / math.sqrt(size))
-    arguments = (plain(out), pointer(res), pointer(samples), scale, *key, np.int64(size))
-    launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})
+    arguments = (out, res, samples, scale, *key, np.int64(size))
+    gpu.launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})
 
 
 def _refuse_rows(batch: int) -> None:
     """UsageError for more sequences than one launch takes."""
-    if batch > GRID_SIDE:
+    if batch > gpu.GRID_SIDE:
         raise UsageError(
-            f"--neftune-alpha takes micro-batches of {GRID_SIDE} sequences at most on the GPU, not {batch}: use a "
+            f"--neftune-alpha takes micro-batches of {gpu.GRID_SIDE} sequences at most on the GPU, not {batch}: use a "
             "smaller --batch-size with more --grad-accumulation"
         )
 
 
-KERNELS = (Kernel(embedding_noise, refuse=lambda call, _: _refuse_rows(call.reads["res"].shape[0])),)
+KERNELS = (gpu.Kernel(embedding_noise, refuse=lambda call, _: _refuse_rows(call.reads["res"].shape[0])),)

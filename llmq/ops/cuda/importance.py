@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import Kernel, launch, plain, pointer, rows_of, type_of
 from llmq.tensor import num_norm_tiles
 
 THREADS = 256  # importance.cu
@@ -21,34 +21,23 @@ def orthogonality(
     if not coefficient.wanted:
         return
     rank, every = coefficient.shape
-    assert type_of(gram) == "float", "products of an adapter's rows are f32"
+    assert gpu.type_of(gram) == "float", "products of an adapter's rows are f32"
     numbers = (np.int64(math.prod(targets.shape)), np.float32(weight), *map(np.int32, (first, present, rank, every)))
-    constants: Constants = {"T": type_of(coefficient), "G": "float"}
-    arguments = (plain(coefficient), pointer(gram), pointer(targets), *numbers)
-    launch("importance", "orthogonality", 1, THREADS, arguments, constants)
+    constants: Constants = {"T": gpu.type_of(coefficient), "G": "float"}
+    arguments = (coefficient, gram, targets, *numbers)
+    gpu.launch("importance", "orthogonality", 1, THREADS, arguments, constants)
 
 
 def importance(
-    new_sensitivity: Output,
-    new_uncertainty: Output,
-    /,
-    sensitivity: Tensor,
-    uncertainty: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    apply: Tensor,
-    *,
-    beta_1: float,
-    beta_2: float,
+    new_sensitivity: Output, new_uncertainty: Output, /, *read: Tensor, beta_1: float, beta_2: float
 ) -> None:
     """new_sensitivity, new_uncertainty <- those before, f32, weight, grad (one shape), cells scale, apply (1,)."""
-    count = math.prod(sensitivity.shape)
-    read = tuple(map(pointer, (sensitivity, uncertainty, weight, grad, scale, apply)))
+    _, _, weight, grad, *_ = read
+    count = math.prod(weight.shape)
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
-    arguments = (plain(new_sensitivity), plain(new_uncertainty), *read, np.int64(count), *betas)
-    constants: Constants = {"T": type_of(weight), "G": type_of(grad)}
-    launch("importance", "importance", -(-count // THREADS), THREADS, arguments, constants)
+    arguments = (new_sensitivity, new_uncertainty, *read, np.int64(count), *betas)
+    constants: Constants = {"T": gpu.type_of(weight), "G": gpu.type_of(grad)}
+    gpu.launch("importance", "importance", -(-count // THREADS), THREADS, arguments, constants)
 
 
 def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *, of_columns: bool) -> None:
@@ -57,12 +46,12 @@ def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *
         return
     constants: Constants = {"T": "float", "G": "float"}
     shape = sensitivity.shape
-    rows, columns = (rows_of(shape), shape[-1]) if len(shape) > 1 else (shape[0], 1)
-    arguments = (plain(sums), pointer(sensitivity), pointer(uncertainty), np.int32(rows), np.int32(columns))
+    rows, columns = (gpu.rows_of(shape), shape[-1]) if len(shape) > 1 else (shape[0], 1)
+    arguments = (sums, sensitivity, uncertainty, np.int32(rows), np.int32(columns))
     if of_columns:
-        launch("importance", "importance_of_columns", num_norm_tiles(shape), THREADS, arguments, constants)
+        gpu.launch("importance", "importance_of_columns", num_norm_tiles(shape), THREADS, arguments, constants)
     else:
-        launch("importance", "importance_of_rows", -(-rows * 32 // THREADS), THREADS, arguments, constants)
+        gpu.launch("importance", "importance_of_rows", -(-rows * 32 // THREADS), THREADS, arguments, constants)
 
 
-KERNELS = (Kernel(orthogonality), Kernel(importance), Kernel(importance_sums))
+KERNELS = (gpu.Kernel(orthogonality), gpu.Kernel(importance), gpu.Kernel(importance_sums))

@@ -37,7 +37,8 @@ _streams: dict[int, int] = {}  # their numbers, by address
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the backend asks of an op. `launch` has the reference's signature, and `scratch` where it needs some.
+    """What the backend asks of an op. `launch` takes what the reference takes, operands by position and numbers by
+    name, and `scratch` where it needs some.
 
     `scratch_bytes(call)` is what a call needs beside its arguments, as an array of the GPU aligned to 256 bytes that
     other calls of its lane use in turn. `refuse(call, capability)` raises UsageError for what the op cannot do on a
@@ -190,6 +191,12 @@ def stream_index() -> int:
     return _streams.setdefault(int(cupy.cuda.get_current_stream().ptr), len(_streams) % STREAMS)
 
 
+def _argument(given: Any) -> Any:
+    if isinstance(given, Output):
+        return plain(given)
+    return pointer(given) if given is None or isinstance(given, Tensor) else given
+
+
 def launch(
     name: str,
     entry: str,
@@ -201,7 +208,9 @@ def launch(
     shared_bytes: int = 0,
     early: bool = False,
 ) -> None:
-    """Puts a kernel on the current stream; nothing for an empty grid. Integers among `arguments` are 64 bits wide.
+    """Puts a kernel on the current stream; nothing for an empty grid.
+
+    Of `arguments` a tensor or an output is its address (`pointer`, `plain`), None is 0, and integers are 64 bits wide.
 
     `early`: from sm_90 on it may begin before the kernels before it are done. Until it calls `await_previous`
     (common.cuh), it reads only what nothing has written since the last kernel that was not early began.
@@ -209,6 +218,7 @@ def launch(
     grid = (blocks,) if isinstance(blocks, int) else blocks
     if not math.prod(grid):
         return
+    arguments = tuple(_argument(given) for given in arguments)
     function = kernel(name, entry, constants)
     if shared_bytes + STATIC_BYTES > DEFAULT_SHARED_BYTES:
         function.max_dynamic_shared_size_bytes = shared_bytes

@@ -19,8 +19,8 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.cublaslt import ALIGNMENT, BYTES, WORKSPACE_BYTES, Gemm, Gemms, Matrix, Pointers
-from llmq.ops.cuda.launch import Kernel, room
 from llmq.ops.seam import record
 from llmq.tensor import DTYPES, Form, Ref
 
@@ -34,48 +34,10 @@ WAYS = {
 }
 
 
-def linear_forward(
-    gemms: Gemms,
-    y: Output,
-    /,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    alpha: float = 1.0,
-    scratch: Any = None,
-) -> None:
-    """y (...,N) <- x (...,K), weight (N,K), bias (N,) or None, residual (...,N) or None: alpha x weight^T + both."""
-    _run(gemms, "linear_forward", alpha, scratch, y, x, weight, bias, residual)
-
-
-def linear_dgrad(
-    gemms: Gemms,
-    d_x: Output,
-    /,
-    d_y: Tensor,
-    weight: Tensor,
-    residual: Tensor | None,
-    *,
-    alpha: float = 1.0,
-    scratch: Any = None,
-) -> None:
-    """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual."""
-    _run(gemms, "linear_dgrad", alpha, scratch, d_x, d_y, weight, None, residual)
-
-
-def linear_wgrad(
-    gemms: Gemms, d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0, scratch: Any = None
-) -> None:
-    """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
-    _run(gemms, "linear_wgrad", alpha, scratch, d_weight, d_y, x, None, None)
-
-
-def linear_kernels(gemms: Gemms | None) -> dict[str, Kernel]:
+def linear_kernels(gemms: Gemms | None) -> dict[str, gpu.Kernel]:
     """The three ops on these products; None: to plan with, as the library may use as much scratch on every GPU."""
-    ops: tuple[Any, ...] = (linear_forward, linear_dgrad, linear_wgrad)
-    return {op.__name__: Kernel(partial(op, gemms), lambda call: WORKSPACE_BYTES) for op in ops}
+    run: Any = _run
+    return {op: gpu.Kernel(partial(run, gemms, op), lambda call: WORKSPACE_BYTES) for op in WAYS}
 
 
 def planned_problem(op: str, out: Ref, accumulate: bool, inputs: Sequence[Ref | None]) -> Gemm:
@@ -144,8 +106,10 @@ class _View:
         return Matrix(self.dtype, self.ld, transposed, self.scaling)
 
 
-def _run(gemms: Gemms, op: str, alpha: float, scratch: Any, output: Output, *inputs: Tensor | None) -> None:
-    """Runs an op on left, right, bias and residual.
+def _run(
+    gemms: Gemms, op: str, output: Output, /, *inputs: Tensor | None, alpha: float = 1.0, scratch: Any = None
+) -> None:
+    """Runs one of the three ops, whose inputs are those of the reference.
 
     What follows from its handles is worked out at their first call (50 us) and remembered with them.
     """
@@ -153,9 +117,10 @@ def _run(gemms: Gemms, op: str, alpha: float, scratch: Any, output: Output, *inp
         return
     given, run = gemms.bound.get(output, (None, None))
     if run is None or given != (inputs, alpha):
-        run = gemms.bind(*_pose(op, output, inputs), alpha)
+        named = dict(zip(record(op).inputs, inputs, strict=True))
+        run = gemms.bind(*_pose(op, output, (*inputs[:2], named.get("bias"), named.get("residual"))), alpha)
         gemms.bound[output] = (inputs, alpha), run
-    run(room(scratch, WORKSPACE_BYTES))
+    run(gpu.room(scratch, WORKSPACE_BYTES))
 
 
 def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Gemm, Pointers]:

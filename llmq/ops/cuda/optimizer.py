@@ -10,25 +10,8 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import (
-    COL,
-    TILE_LANES,
-    TILE_THREADS,
-    Kernel,
-    access,
-    address,
-    adds,
-    forms,
-    height,
-    launch,
-    multiprocessors,
-    plain,
-    pointer,
-    room,
-    tiles,
-    type_of,
-)
 from llmq.ops.seam import Arguments
 from llmq.scaling import BLOCK
 from llmq.tensor import NORM_ROWS, num_norm_tiles
@@ -43,17 +26,17 @@ def sum_squares(partials: Output, /, grad: Tensor, *, scratch: Any = None) -> No
     """partials (P,) <- grad (any shape): sums of squares of 128 rows each."""
     if not partials.wanted:
         return
-    constants: Constants = {"G": type_of(grad), "PIECE": SQUARES}
+    constants: Constants = {"G": gpu.type_of(grad), "PIECE": SQUARES}
     tiles, size, pieces = _pieces(grad.shape)
-    read = (pointer(grad), np.int64(math.prod(grad.shape)), np.int64(size), np.int32(pieces))
+    read = (grad, np.int64(math.prod(grad.shape)), np.int64(size), np.int32(pieces))
     if pieces == 1:
-        arguments = (plain(partials), *read, adds(partials))
-        launch("sum_squares", "square", tiles, SQUARE_THREADS, arguments, constants)
+        arguments = (partials, *read, gpu.adds(partials))
+        gpu.launch("sum_squares", "square", tiles, SQUARE_THREADS, arguments, constants)
         return
-    sums = room(scratch, _scratch_bytes(grad.shape))
-    launch("sum_squares", "square", tiles * pieces, SQUARE_THREADS, (sums, *read, np.int32(0)), constants)
-    last = (plain(partials), sums, np.int32(tiles), np.int32(pieces), adds(partials))
-    launch("sum_squares", "add", -(-tiles * 32 // SQUARE_THREADS), SQUARE_THREADS, last, constants)
+    sums = gpu.room(scratch, _scratch_bytes(grad.shape))
+    gpu.launch("sum_squares", "square", tiles * pieces, SQUARE_THREADS, (sums, *read, np.int32(0)), constants)
+    last = (partials, sums, np.int32(tiles), np.int32(pieces), gpu.adds(partials))
+    gpu.launch("sum_squares", "add", -(-tiles * 32 // SQUARE_THREADS), SQUARE_THREADS, last, constants)
 
 
 def _scratch_bytes(grad: tuple[int, ...]) -> int:
@@ -69,113 +52,51 @@ def _pieces(grad: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def grad_scale(
-    norm: Output,
-    scale: Output,
-    apply: Output,
-    /,
-    partials: Tensor,
-    loss_total: Tensor,
-    num_tokens: Tensor,
-    *,
-    grad_clip: float,
+    norm: Output, scale: Output, apply: Output, /, partials: Tensor, *totals: Tensor, grad_clip: float
 ) -> None:
     """norm (1,), scale (1,), apply (1,) <- partials (P,) sums of squares, loss_total (1,), num_tokens (1,) int32."""
-    written = (plain(norm), plain(scale), plain(apply))
-    read = (pointer(partials), np.int32(math.prod(partials.shape)), pointer(loss_total), pointer(num_tokens))
-    arguments = (*written, *read, np.float64(grad_clip))
-    launch("sum_squares", "grad_scale", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
+    arguments = (norm, scale, apply, partials, np.int32(math.prod(partials.shape)), *totals, np.float64(grad_clip))
+    gpu.launch("sum_squares", "grad_scale", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
-def last_norm_scale(
-    new_last_norm: Output,
-    scale: Output,
-    apply: Output,
-    /,
-    norm: Tensor,
-    last_norm: Tensor,
-    loss_total: Tensor,
-    num_tokens: Tensor,
-    *,
-    grad_clip: float,
-) -> None:
+def last_norm_scale(new_last_norm: Output, scale: Output, apply: Output, /, *read: Tensor, grad_clip: float) -> None:
     """new_last_norm, scale, apply (1,) <- norm, last_norm, loss_total (1,), num_tokens (1,) int32."""
-    written = (plain(new_last_norm), plain(scale), plain(apply))
-    read = tuple(map(pointer, (norm, last_norm, loss_total, num_tokens)))
-    arguments = (*written, *read, np.float64(grad_clip))
-    launch("sum_squares", "last_norm_scale", 1, 32, arguments, {"G": "float", "PIECE": SQUARES})
+    arguments = (new_last_norm, scale, apply, *read, np.float64(grad_clip))
+    gpu.launch("sum_squares", "last_norm_scale", 1, 32, arguments, {"G": "float", "PIECE": SQUARES})
 
 
 def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     """out (1,) <- apply (1,) if all partials (P,) are finite, else 0."""
-    arguments = (plain(out), pointer(partials), np.int32(math.prod(partials.shape)), pointer(apply))
-    launch("sum_squares", "apply_if_finite", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
+    arguments = (out, partials, np.int32(math.prod(partials.shape)), apply)
+    gpu.launch("sum_squares", "apply_if_finite", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
 def adamw(
-    new_master: Output,
-    new_m: Output,
-    new_v: Output,
-    weight: Output,
-    /,
-    master: Tensor,
-    m: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    apply: Tensor,
-    learning_rate: Tensor,
-    step: Tensor,
-    *,
-    beta_1: float,
-    beta_2: float,
-    epsilon: float,
-    weight_decay: float,
-    seed: int,
-    stream: int,
-    first: int = 0,
-    rate: float = 1.0,
+    *operands: Any, beta_1: float, beta_2: float, epsilon: float, weight_decay: float, rate: float = 1.0, **address: int
 ) -> None:
     """new_master, new_m, new_v, weight <- master, m, v, grad (one shape); scale, apply, learning_rate, step cells (1,).
 
     Bit for bit what the reference computes; new_* may be the memory of master, m and v.
     """
+    new_master, new_m, new_v, weight, master, m, v, grad, *cells = operands
     states = {"MASTER": (new_master, master), "M": (new_m, m), "V": (new_v, v)}
     betas = tuple(np.float32(number) for beta in (beta_1, beta_2) for number in (beta, 1 - beta))
     numbers = (np.float64(beta_1), np.float64(beta_2), *betas, np.float32(epsilon), np.float64(weight_decay))
-    cells = (scale, apply, learning_rate, step)
-    _update("optimizer", "adamw", states, weight, grad, cells, (*numbers, np.float64(rate)), (seed, stream, first), {})
+    _update("optimizer", "adamw", states, weight, (grad, *cells), (*numbers, np.float64(rate)), {}, **address)
 
 
 def sgd(
-    new_master: Output,
-    new_m: Output,
-    weight: Output,
-    /,
-    master: Tensor,
-    m: Tensor | None,
-    grad: Tensor,
-    scale: Tensor,
-    apply: Tensor,
-    learning_rate: Tensor,
-    step: Tensor,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    seed: int,
-    stream: int,
-    first: int = 0,
-    rate: float = 1.0,
+    *operands: Any, momentum: float, nesterov: bool, weight_decay: float, rate: float = 1.0, **address: int
 ) -> None:
     """new_master, new_m, weight <- master, m, grad (one shape); scale, apply, learning_rate, step cells (1,).
 
     Bit for bit what the reference computes; new_* may be the memory of master and m.
     """
+    new_master, new_m, weight, master, m, grad, *cells = operands
     states = {"MASTER": (new_master, master), "M": (new_m, m)}
     numbers = (np.float32(momentum), np.float32(weight_decay), np.float64(rate))
-    cells = (scale, apply, learning_rate, step)
     constants: Constants = {"MOMENTUM": int(m is not None), "NESTEROV": int(nesterov)}
-    _update("sgd", "sgd", states, weight, grad, cells, numbers, (seed, stream, first), constants)
+    _update("sgd", "sgd", states, weight, (grad, *cells), numbers, constants, **address)
 
 
 def _update(
@@ -183,42 +104,52 @@ def _update(
     entry: str,
     states: Mapping[str, tuple[Output, Tensor | None]],
     weight: Output,
-    grad: Tensor,
-    cells: tuple[Tensor, ...],
+    read: tuple[Tensor, ...],
     numbers: tuple[np.generic, ...],
-    address: tuple[int, int, int],
     more: Constants,
+    *,
+    seed: int,
+    stream: int,
+    first: int = 0,
 ) -> None:
     """Launches a rule's kernel on states by the names of their types, each with what it becomes; absent ones are null.
 
-    `address` of the random bits: seed, stream, first element.
+    `read`: the gradient and the cells. Random bits have the address seed, stream, first element.
     """
-    (seed, stream, first), (_, master) = address, states["MASTER"]
+    _, master = states["MASTER"]
     assert master is not None
     held = [old for _, old in states.values() if old is not None]
-    wanted, outputs = forms(weight, may_be_cut=True)
+    wanted, outputs = gpu.forms(weight, may_be_cut=True)
     types = {name: "float" if old is None else _held_type(old) for name, (_, old) in states.items()}
-    types["G"] = type_of(grad)
-    types["T"] = type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
+    types["G"] = gpu.type_of(read[0])
+    types["T"] = gpu.type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
     assert first % 8 == 0, f"{master.name}: a share that begins at element {first} cuts random bits in two"
     is_coded = any(state.form is not None for state in held)
-    tiled = _is_tiled(columns, has_columns=bool(bits & COL), is_coded=is_coded)
-    number = access(columns if tiled else count, *types.values())
+    tiled = _is_tiled(columns, has_columns=bool(bits & gpu.COL), is_coded=is_coded)
+    number = gpu.access(columns if tiled else count, *types.values())
     written = (*(x for new, old in states.values() for x in ((0, 0) if old is None else _held(new))), *outputs)
-    given = (x for _, old in states.values() for x in ((0, 0) if old is None else (pointer(old), _scale(old))))
-    read = (*given, pointer(grad), *map(pointer, cells))
+    given = (x for _, old in states.values() for x in ((0, 0) if old is None else (old, _scale(old))))
     key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
-    resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & COL or is_coded else 4
+    resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & gpu.COL or is_coded else 4
     if tiled:
-        blocks = tiles(count // columns, columns, bits, number, TRANSPOSED)
+        blocks = gpu.tiles(count // columns, columns, bits, number, TRANSPOSED)
     else:
-        columns = TILE_LANES * number
-        blocks = min(multiprocessors() * resident, -(-count // (TILE_THREADS * number)))
+        columns = gpu.TILE_LANES * number
+        blocks = min(gpu.multiprocessors() * resident, -(-count // (gpu.TILE_THREADS * number)))
     constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted, **more}
-    arguments = (*written, *read, *numbers, *key, np.int64(count), np.int64(first), np.int64(height(weight)))
-    launch(source, entry, blocks, TILE_THREADS, arguments, constants)
+    arguments = (
+        *written,
+        *given,
+        *read,
+        *numbers,
+        *key,
+        np.int64(count),
+        np.int64(first),
+        np.int64(gpu.height(weight)),
+    )
+    gpu.launch(source, entry, blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
@@ -242,25 +173,25 @@ def _refuse_update(call: Arguments, capability: int) -> None:
 
 def _held_type(tensor: Tensor) -> str:
     """Type name of a state: that of its codes where it is held in 8 bits."""
-    return type_of(tensor) if tensor.form is None else tensor.form.dtype
+    return gpu.type_of(tensor) if tensor.form is None else tensor.form.dtype
 
 
-def _held(output: Output) -> tuple[int, int]:
-    """Addresses of a state and of its scales, 0 for what is not wanted or has none."""
+def _held(output: Output) -> tuple[Output | Tensor, int]:
+    """A state as a kernel writes it, and the address of its scales, 0 for what is not wanted or has none."""
     if not output.wanted or output.tensors[0].form is None:
-        return plain(output), 0
-    return pointer(output.tensors[0]), _scale(output.tensors[0])
+        return output, 0
+    return output.tensors[0], _scale(output.tensors[0])
 
 
 def _scale(tensor: Tensor) -> int:
-    return 0 if tensor.scale is None else address(tensor.scale)
+    return 0 if tensor.scale is None else gpu.address(tensor.scale)
 
 
 KERNELS = (
-    Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
-    Kernel(grad_scale),
-    Kernel(last_norm_scale),
-    Kernel(apply_if_finite),
-    Kernel(adamw, refuse=_refuse_update),
-    Kernel(sgd, refuse=_refuse_update),
+    gpu.Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
+    gpu.Kernel(grad_scale),
+    gpu.Kernel(last_norm_scale),
+    gpu.Kernel(apply_if_finite),
+    gpu.Kernel(adamw, refuse=_refuse_update),
+    gpu.Kernel(sgd, refuse=_refuse_update),
 )

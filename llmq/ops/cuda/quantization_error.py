@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import Kernel, access, address, launch, plain, pointer, room, type_of
 
 BLOCKS, THREADS, FIELDS = 1024, 256, 6
 SCRATCH_BYTES = BLOCKS * FIELDS * 4  # six numbers per block
@@ -19,17 +19,17 @@ PER = {"delayed": 0, "current": 0, "rowwise": 1, "blockwise": 2, "tilewise": 3} 
 def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor, *, scratch: Any = None) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows."""
     assert copy.form is not None and copy.form.layout == "row" and copy.scale is not None
-    kind, count, columns = type_of(x), math.prod(x.shape), x.shape[-1]
+    kind, count, columns = gpu.type_of(x), math.prod(x.shape), x.shape[-1]
     per = PER[str(copy.form.scaling)]
-    number = access(columns if per else count, kind)  # an access has one scale
+    number = gpu.access(columns if per else count, kind)  # an access has one scale
     e4m3 = int(copy.form.dtype == "e4m3")
     constants: Constants = {"X": kind, "C": columns, "N": number, "E4M3": e4m3, "PER": per}
     blocks = min(BLOCKS, -(-count // (THREADS * number)))
-    parts = room(scratch, SCRATCH_BYTES)
-    read = (pointer(x), pointer(copy), address(copy.scale), np.int64(count))
-    launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
-    last = (plain(new_error), pointer(error), parts, np.int32(blocks))
-    launch("quantization_error", "error_total", 1, THREADS, last, constants)
+    parts = gpu.room(scratch, SCRATCH_BYTES)
+    read = (x, copy, gpu.address(copy.scale), np.int64(count))
+    gpu.launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
+    last = (new_error, error, parts, np.int32(blocks))
+    gpu.launch("quantization_error", "error_total", 1, THREADS, last, constants)
 
 
-KERNELS = (Kernel(quantization_error, lambda call: SCRATCH_BYTES),)
+KERNELS = (gpu.Kernel(quantization_error, lambda call: SCRATCH_BYTES),)

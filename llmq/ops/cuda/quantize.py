@@ -8,22 +8,9 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.cast import amax_scale
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import (
-    COL,
-    ROW,
-    Kernel,
-    access,
-    address,
-    height,
-    launch,
-    plain,
-    pointer,
-    room,
-    rows_of,
-    type_of,
-)
 from llmq.ops.cuda.pack import FORMATS, pack
 from llmq.scaling import BLOCK
 
@@ -57,7 +44,7 @@ def _place(tensor: Tensor) -> tuple[str, str]:
 
 
 def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -> Constants:
-    number = access(x.shape[-1], type_of(x), type_of(out))
+    number = gpu.access(x.shape[-1], gpu.type_of(x), gpu.type_of(out))
     if number < 4:
         wide = f"{x.name} is {x.shape[-1]} wide"
         fix = "--base-dtype mxfp4" if copy.form is not None and copy.form.dtype == "int8" else "--matmul-dtype bf16"
@@ -67,8 +54,8 @@ def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -
     while warps < 32 and packs > 32 * warps * HELD_PACKS:
         warps *= 2
     return {
-        "X": type_of(x),
-        "T": type_of(out),
+        "X": gpu.type_of(x),
+        "T": gpu.type_of(out),
         "C": x.shape[-1],
         "N": number,
         "FORMS": forms,
@@ -83,16 +70,16 @@ def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float, scr
     """The copy in rows with one scale per row, and the scale of the whole where it is wanted."""
     import cupy
 
-    constants = _constants(out, x, copy, ROW, "rowwise")
-    cell = room(scratch, SCRATCH_BYTES) if scale.wanted else 0
+    constants = _constants(out, x, copy, gpu.ROW, "rowwise")
+    cell = gpu.room(scratch, SCRATCH_BYTES) if scale.wanted else 0
     if cell:
         cupy.cuda.runtime.memsetAsync(cell, 0, 4, cupy.cuda.get_current_stream().ptr)
-    rows, lanes = rows_of(x.shape), 32 * int(constants["WARPS"])
+    rows, lanes = gpu.rows_of(x.shape), 32 * int(constants["WARPS"])
     threads = max(THREADS, lanes)
-    arguments = (pointer(copy), address(copy.scale), cell, pointer(x), np.int64(rows))
-    launch("quantize", "quantize_rows", -(-rows // (threads // lanes)), threads, arguments, constants)
+    arguments = (copy, gpu.address(copy.scale), cell, x, np.int64(rows))
+    gpu.launch("quantize", "quantize_rows", -(-rows // (threads // lanes)), threads, arguments, constants)
     if cell:
-        launch("quantize", "whole_scale", 1, 1, (plain(scale), cell, np.float32(limit)), constants)
+        gpu.launch("quantize", "whole_scale", 1, 1, (scale, cell, np.float32(limit)), constants)
 
 
 def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x: Tensor) -> None:
@@ -101,17 +88,17 @@ def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x:
 
     copy = row or col
     assert copy is not None and copy.form is not None
-    assert height(out) in (0, rows_of(x.shape)), f"{out.name}: columns of a taller copy"
-    constants = _constants(out, x, copy, ROW * (row is not None) + COL * (col is not None), scaling)
-    rows, across = rows_of(x.shape), -(-x.shape[-1] // BLOCK)
-    scales = [0 if tensor is None else address(tensor.scale) for tensor in (row, col)]
+    assert gpu.height(out) in (0, gpu.rows_of(x.shape)), f"{out.name}: columns of a taller copy"
+    constants = _constants(out, x, copy, gpu.ROW * (row is not None) + gpu.COL * (col is not None), scaling)
+    rows, across = gpu.rows_of(x.shape), -(-x.shape[-1] // BLOCK)
+    scales = [0 if tensor is None else gpu.address(tensor.scale) for tensor in (row, col)]
     if scaling == "rowwise":
         cupy.cuda.runtime.memsetAsync(scales[1], 0, 4 * x.shape[-1], cupy.cuda.get_current_stream().ptr)
         blocks = across * -(-rows // AMAX_ROWS)
-        launch("quantize", "column_amax", blocks, THREADS, (scales[1], pointer(x), np.int64(rows)), constants)
-        launch("quantize", "column_scale", -(-x.shape[-1] // THREADS), THREADS, (scales[1],), constants)
-    arguments = (pointer(row), scales[0], pointer(col), scales[1], pointer(x), np.int64(rows))
-    launch("quantize", "quantize_tiles", across * -(-rows // BLOCK), THREADS, arguments, constants)
+        gpu.launch("quantize", "column_amax", blocks, THREADS, (scales[1], x, np.int64(rows)), constants)
+        gpu.launch("quantize", "column_scale", -(-x.shape[-1] // THREADS), THREADS, (scales[1],), constants)
+    arguments = (row, scales[0], col, scales[1], x, np.int64(rows))
+    gpu.launch("quantize", "quantize_tiles", across * -(-rows // BLOCK), THREADS, arguments, constants)
 
 
-KERNELS = (Kernel(quantize, lambda call: SCRATCH_BYTES),)
+KERNELS = (gpu.Kernel(quantize, lambda call: SCRATCH_BYTES),)

@@ -8,26 +8,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import (
-    COL,
-    STATIC_BYTES,
-    SUM_COLUMNS,
-    SUM_THREADS,
-    SUMS,
-    Kernel,
-    access,
-    adds,
-    forms,
-    height,
-    kind_of,
-    launch,
-    plain,
-    pointer,
-    room,
-    rows_of,
-    shared_bytes_limit,
-    type_of,
-)
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.seam import Arguments
 
 PARTS = 512  # blocks of the backward pass, and partial rows of the weight's gradient: about 4 blocks per multiprocessor
@@ -39,15 +20,15 @@ TALL, MIDDLE, LOW = 64, 32, 16
 
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
-    kind, rows = type_of(res), rows_of(res.shape)
-    assert type_of(weight) == type_of(x) == kind, "a norm computes in one dtype"
-    wanted, outputs = forms(x, may_be_cut=True)
+    kind, rows = gpu.type_of(res), gpu.rows_of(res.shape)
+    assert gpu.type_of(weight) == gpu.type_of(x) == kind, "a norm computes in one dtype"
+    wanted, outputs = gpu.forms(x, may_be_cut=True)
     constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
     threads, per_block = _threads(constants), int(constants["ROWS"])
-    arguments = (*outputs, plain(rstd), pointer(res), pointer(weight), np.float32(eps))
-    arguments += (np.int64(rows), np.int64(height(x)))
+    arguments = (*outputs, rstd, res, weight, np.float32(eps))
+    arguments += (np.int64(rows), np.int64(gpu.height(x)))
     shared = _tile_bytes(constants)
-    launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
+    gpu.launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
 
 
 def rmsnorm_backward(
@@ -63,41 +44,41 @@ def rmsnorm_backward(
     scratch: Any = None,
 ) -> None:
     """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T)."""
-    kind, columns, rows = type_of(res), res.shape[-1], rows_of(res.shape)
-    gradient = type_of(d_weight) if d_weight.wanted else "float"
-    wanted, outputs = forms(d_out, may_be_cut=True)
+    kind, columns, rows = gpu.type_of(res), res.shape[-1], gpu.rows_of(res.shape)
+    gradient = gpu.type_of(d_weight) if d_weight.wanted else "float"
+    wanted, outputs = gpu.forms(d_out, may_be_cut=True)
     constants = {**_constants(kind, gradient, columns, wanted, forward=False), "RESIDUAL": int(d_res is not None)}
     per_block = _rows_per_part(rows)
     parts = -(-rows // per_block)
-    partial = room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
-    read = (pointer(d_x), pointer(d_res), pointer(res), pointer(weight), pointer(rstd))
-    arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows), np.int64(height(d_out)))
+    partial = gpu.room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
+    read = (d_x, d_res, res, weight, rstd)
+    arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows), np.int64(gpu.height(d_out)))
     shared = _tile_bytes(constants)
-    launch("rmsnorm", "rmsnorm_backward", parts, _threads(constants), arguments, constants, shared_bytes=shared)
+    gpu.launch("rmsnorm", "rmsnorm_backward", parts, _threads(constants), arguments, constants, shared_bytes=shared)
     if d_weight.wanted:
-        last = (plain(d_weight), partial, np.int32(parts), adds(d_weight))
-        launch("rmsnorm", "sum_weight", -(-columns // SUM_COLUMNS), SUM_THREADS, last, constants)
+        last = (d_weight, partial, np.int32(parts), gpu.adds(d_weight))
+        gpu.launch("rmsnorm", "sum_weight", -(-columns // gpu.SUM_COLUMNS), gpu.SUM_THREADS, last, constants)
 
 
 def _scratch_bytes(res: tuple[int, ...]) -> int:
     """Bytes of scratch for this shape."""
-    rows = rows_of(res)
+    rows = gpu.rows_of(res)
     return -(-rows // _rows_per_part(rows)) * res[-1] * 4
 
 
 def _refuse_norm(kind: str, columns: int, *, transposed: bool, shared_bytes: int) -> None:
     """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of so much shared memory."""
-    number = access(columns, kind)
+    number = gpu.access(columns, kind)
     if columns > number * 32 * HELD * MOST_WARPS:
         raise UsageError(
             f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
             f"normalises, {number} numbers at a time: use --device cpu"
         )
     tile = LOW * _pitch(columns)
-    if transposed and tile > shared_bytes - STATIC_BYTES:
+    if transposed and tile > shared_bytes - gpu.STATIC_BYTES:
         raise UsageError(
             f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
-            f"and a block of this GPU has {shared_bytes - STATIC_BYTES}: use --fp8-scaling current, or "
+            f"and a block of this GPU has {shared_bytes - gpu.STATIC_BYTES}: use --fp8-scaling current, or "
             "--matmul-dtype bf16"
         )
 
@@ -110,16 +91,16 @@ def _rows_per_part(rows: int) -> int:
 def _constants(
     kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
 ) -> dict[str, int | str]:
-    assert not int(wanted["FORMS"]) & SUMS, "column sums of what a norm writes are never read"
-    transposed, most = bool(int(wanted["FORMS"]) & COL), shared_bytes_limit()
+    assert not int(wanted["FORMS"]) & gpu.SUMS, "column sums of what a norm writes are never read"
+    transposed, most = bool(int(wanted["FORMS"]) & gpu.COL), gpu.shared_bytes_limit()
     _refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
-    number = access(columns, kind)
+    number = gpu.access(columns, kind)
     accesses = columns // number
     group = -(-accesses // (32 * HELD))
     warps, blocks, ahead = _shape(group, forward, transposed)
     groups = rows = max(1, warps // group)
     if transposed:
-        limit = most - STATIC_BYTES
+        limit = most - gpu.STATIC_BYTES
         heights = ((TALL, limit // 2), (MIDDLE, limit), (LOW, limit))  # rows, and bytes that a block may have
         rows = next(rows for rows, room in heights if rows * _pitch(columns) <= room)
     held = -(-accesses // (32 * group))
@@ -152,16 +133,16 @@ def _pitch(columns: int) -> int:
 
 
 def _tile_bytes(constants: dict[str, int | str]) -> int:
-    return int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & COL else 0
+    return int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & gpu.COL else 0
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    res, limit = call.reads["res"], shared_bytes_limit(capability)
-    kind = kind_of(res.dtype, res.name)
+    res, limit = call.reads["res"], gpu.shared_bytes_limit(capability)
+    kind = gpu.kind_of(res.dtype, res.name)
     _refuse_norm(kind, res.shape[-1], transposed=call.writes_columns, shared_bytes=limit)
 
 
 KERNELS = (
-    Kernel(rmsnorm_forward, refuse=_refuse),
-    Kernel(rmsnorm_backward, lambda call: _scratch_bytes(call.reads["res"].shape), _refuse),
+    gpu.Kernel(rmsnorm_forward, refuse=_refuse),
+    gpu.Kernel(rmsnorm_backward, lambda call: _scratch_bytes(call.reads["res"].shape), _refuse),
 )

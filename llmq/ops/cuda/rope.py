@@ -6,22 +6,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import (
-    COL,
-    SUMS,
-    SUMS_ROWS,
-    TILE_ROWS,
-    TILE_THREADS,
-    VALUE,
-    Kernel,
-    access,
-    forms,
-    kind_of,
-    launch,
-    pointer,
-    rows_of,
-    type_of,
-)
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.seam import Arguments
 
 
@@ -58,14 +43,14 @@ def _turn(
 ) -> None:
     if not out.wanted:
         return
-    assert type_of(table) == "float" and type_of(out) == type_of(x)
-    kind, width, rows = type_of(x), table.shape[-1], rows_of(x.shape)
-    wanted, outputs = forms(out)
-    in_place = wanted["FORMS"] == VALUE and outputs[0] == pointer(x)
+    assert gpu.type_of(table) == "float" and gpu.type_of(out) == gpu.type_of(x)
+    kind, width, rows = gpu.type_of(x), table.shape[-1], gpu.rows_of(x.shape)
+    wanted, outputs = gpu.forms(out)
+    in_place = wanted["FORMS"] == gpu.VALUE and outputs[0] == gpu.pointer(x)
     bits = int(wanted["FORMS"])
-    _refuse_halves(kind, width, transposed=bool(bits & COL))
-    number = access(width // 2, kind)
-    if bits & (SUMS | COL):
+    _refuse_halves(kind, width, transposed=bool(bits & gpu.COL))
+    number = gpu.access(width // 2, kind)
+    if bits & (gpu.SUMS | gpu.COL):
         # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
         number, together = min(number, 4), 2
         lanes = 16 if width // 2 // number >= 16 else 8
@@ -75,15 +60,15 @@ def _turn(
     sizes = {"HEADS": heads, "TURNED": turned, "HD": width, "N": number, "LANES": lanes, "TOGETHER": together}
     sizes |= {"SIGN": sign, "IN_PLACE": int(in_place)}
     units = -(-(turned if in_place else heads) // together) * (width // 2 // number)
-    height = SUMS_ROWS if bits & SUMS else TILE_ROWS if bits & COL else 4 * TILE_THREADS // lanes
+    height = gpu.SUMS_ROWS if bits & gpu.SUMS else gpu.TILE_ROWS if bits & gpu.COL else 4 * gpu.TILE_THREADS // lanes
     blocks = -(-units // lanes) * -(-rows // height)
-    arguments = (*outputs, pointer(x), pointer(table), pointer(positions), np.int64(rows))
-    launch("rope", "rope", blocks, TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})
+    arguments = (*outputs, x, table, positions, np.int64(rows))
+    gpu.launch("rope", "rope", blocks, gpu.TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})
 
 
 def _refuse(call: Arguments, capability: int) -> None:
     heads, table = next(iter(call.reads.values())), call.reads["table"]
-    _refuse_halves(kind_of(heads.dtype, heads.name), table.shape[-1], transposed=call.writes_columns)
+    _refuse_halves(gpu.kind_of(heads.dtype, heads.name), table.shape[-1], transposed=call.writes_columns)
 
 
-KERNELS = (Kernel(rope_forward, refuse=_refuse), Kernel(rope_backward, refuse=_refuse))
+KERNELS = (gpu.Kernel(rope_forward, refuse=_refuse), gpu.Kernel(rope_backward, refuse=_refuse))

@@ -7,23 +7,8 @@ from typing import Any
 import numpy as np
 
 from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import (
-    SUM_COLUMNS,
-    SUM_THREADS,
-    SUMS_ROWS,
-    TILE_THREADS,
-    Kernel,
-    access,
-    adds,
-    forms,
-    launch,
-    plain,
-    pointer,
-    room,
-    rows_of,
-    type_of,
-)
 
 FORWARD_ROWS = 32  # scale_columns.cu
 
@@ -32,13 +17,13 @@ def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | 
     """y (...,N) <- x (...,N), gain (N,) f32, bias (N,) or None, residual (...,N) or None: gain x + bias + residual."""
     if not y.wanted:
         return
-    kind, columns, rows = type_of(y), x.shape[-1], rows_of(x.shape)
-    assert all(type_of(tensor) == kind for tensor in (x, bias, residual) if tensor is not None)
-    arguments = (plain(y), pointer(x), _f32(gain), pointer(bias), pointer(residual), np.int64(rows))
+    kind, columns, rows = gpu.type_of(y), x.shape[-1], gpu.rows_of(x.shape)
+    assert all(gpu.type_of(tensor) == kind for tensor in (x, bias, residual) if tensor is not None)
+    assert gpu.type_of(gain) == "float", "a gain is held in f32"
+    arguments = (y, x, gain, bias, residual, np.int64(rows))
     constants, across = _constants(kind, columns)
-    launch(
-        "scale_columns", "scale_columns_forward", across * -(-rows // FORWARD_ROWS), TILE_THREADS, arguments, constants
-    )
+    blocks = across * -(-rows // FORWARD_ROWS)
+    gpu.launch("scale_columns", "scale_columns_forward", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
 def scale_columns_backward(
@@ -47,40 +32,36 @@ def scale_columns_backward(
     """d_x (...,N), d_gain (N,) <- d_y (...,N), x (...,N), gain (N,) f32."""
     if not d_x.wanted and not d_gain.wanted:
         return
-    kind, columns, rows = type_of(d_y), x.shape[-1], rows_of(x.shape)
-    assert type_of(x) == kind == type_of(d_x), "activations have one dtype"
-    wanted, outputs = forms(d_x)
-    parts = -(-rows // SUMS_ROWS)
-    partial = room(scratch, parts * columns * 4) if d_gain.wanted else 0
+    kind, columns, rows = gpu.type_of(d_y), x.shape[-1], gpu.rows_of(x.shape)
+    assert gpu.type_of(x) == kind == gpu.type_of(d_x), "activations have one dtype"
+    assert gpu.type_of(gain) == "float", "a gain is held in f32"
+    wanted, outputs = gpu.forms(d_x)
+    parts = -(-rows // gpu.SUMS_ROWS)
+    partial = gpu.room(scratch, parts * columns * 4) if d_gain.wanted else 0
     constants, across = _constants(kind, columns, **wanted)
-    arguments = (*outputs, partial, pointer(d_y), pointer(x), _f32(gain), np.int64(rows))
-    launch("scale_columns", "scale_columns_backward", across * parts, TILE_THREADS, arguments, constants)
+    arguments = (*outputs, partial, d_y, x, gain, np.int64(rows))
+    gpu.launch("scale_columns", "scale_columns_backward", across * parts, gpu.TILE_THREADS, arguments, constants)
     if d_gain.wanted:
-        summed = (plain(d_gain), partial, np.int32(parts), np.int32(columns), adds(d_gain))
-        named: Constants = {"T": "float", "G": type_of(d_gain), "C": 4, "N": 4, "FORMS": 0, "E4M3": 0}
-        launch("scale_columns", "scale_columns_sum", -(-columns // SUM_COLUMNS), SUM_THREADS, summed, named)
-
-
-def _f32(gain: Tensor) -> int:
-    assert type_of(gain) == "float", "a gain is held in f32"
-    return pointer(gain)
+        summed = (d_gain, partial, np.int32(parts), np.int32(columns), gpu.adds(d_gain))
+        named: Constants = {"T": "float", "G": gpu.type_of(d_gain), "C": 4, "N": 4, "FORMS": 0, "E4M3": 0}
+        gpu.launch("scale_columns", "scale_columns_sum", -(-columns // gpu.SUM_COLUMNS), gpu.SUM_THREADS, summed, named)
 
 
 def _constants(kind: str, columns: int, **wanted: int | str) -> tuple[Constants, int]:
     """Constants of a kernel, and blocks side by side."""
-    number = access(columns, kind)
+    number = gpu.access(columns, kind)
     across = -(-columns // (128 if number > 4 else 32 * number))
     return {"T": kind, "G": "float", "C": columns, "N": number, "FORMS": 0, "E4M3": 0, **wanted}, across
 
 
 def _scratch_bytes(rows: int, columns: int) -> int:
-    return -(-rows // SUMS_ROWS) * columns * 4
+    return -(-rows // gpu.SUMS_ROWS) * columns * 4
 
 
 KERNELS = (
-    Kernel(scale_columns_forward),
-    Kernel(
+    gpu.Kernel(scale_columns_forward),
+    gpu.Kernel(
         scale_columns_backward,
-        lambda call: _scratch_bytes(rows_of(call.reads["x"].shape), call.reads["x"].shape[-1]),
+        lambda call: _scratch_bytes(gpu.rows_of(call.reads["x"].shape), call.reads["x"].shape[-1]),
     ),
 )

@@ -5,18 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.launch import (
-    TILE_ROWS,
-    TILE_THREADS,
-    Kernel,
-    access,
-    forms,
-    launch,
-    pointer,
-    rows_of,
-    tiles,
-    type_of,
-)
+from llmq.ops.cuda import launch as gpu
 
 
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
@@ -32,13 +21,13 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
 def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Tensor, ...]) -> None:
     if not output.wanted:
         return
-    kind, columns, rows = type_of(output), gate_up[-1] // 2, rows_of(gate_up)
-    assert all(type_of(tensor) == kind for tensor in read), "activations have one dtype"
-    wanted, outputs = forms(output)
-    number = access(columns, kind)
-    blocks = tiles(rows, columns, int(wanted["FORMS"]), number, TILE_ROWS)
-    arguments = (*outputs, *(pointer(tensor) for tensor in read), np.int64(rows))
-    launch("swiglu", entry, blocks, TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
+    kind, columns, rows = gpu.type_of(output), gate_up[-1] // 2, gpu.rows_of(gate_up)
+    assert all(gpu.type_of(tensor) == kind for tensor in read), "activations have one dtype"
+    wanted, outputs = gpu.forms(output)
+    number = gpu.access(columns, kind)
+    blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, gpu.TILE_ROWS)
+    arguments = (*outputs, *read, np.int64(rows))
+    gpu.launch("swiglu", entry, blocks, gpu.TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
 
 
-KERNELS = (Kernel(swiglu_forward), Kernel(swiglu_backward))
+KERNELS = (gpu.Kernel(swiglu_forward), gpu.Kernel(swiglu_backward))

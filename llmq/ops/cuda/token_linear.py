@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from llmq.operands import Output, Tensor
+from llmq.operands import Output
+from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.launch import Kernel, access, kind_of, launch, multiprocessors, plain, pointer, size_of, type_of
 from llmq.ops.seam import Arguments
 
 WARPS, MOST_TOKENS = 8, 4
@@ -17,34 +18,25 @@ ENOUGH_WARPS = 32768  # to keep the memory of an H200 busy
 RESIDENT = 4  # blocks to a multiprocessor
 
 
-def token_linear(
-    y: Output,
-    /,
-    x: Tensor,
-    norm: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    eps: float,
-    gated: bool,
-) -> None:
+def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K) or (2N,K), bias (N,) or (2N,) or None, residual (B,1,N)
     or None. What no kernel of a program writes, as the weight, is read before the kernels before it are done."""
     if not y.wanted:
         return
-    kind, tokens, columns, rows = type_of(x), math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]
-    assert type_of(y) == type_of(weight) == kind and tokens <= MOST_TOKENS, f"{y.name}: {tokens} tokens"
-    number = access(columns, kind)
+    x, norm, weight, bias, residual = read
+    kind, tokens, columns, rows = gpu.type_of(x), math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]
+    assert gpu.type_of(y) == gpu.type_of(weight) == kind and tokens <= MOST_TOKENS, f"{y.name}: {tokens} tokens"
+    number = gpu.access(columns, kind)
     split = _split(rows, -(-columns // (32 * number)), int(gated))
     shape: Constants = {"T": kind, "K": columns, "M": tokens, "N": number, "SPLIT": split}
     parts = {"NORM": norm, "BIAS": bias, "RESIDUAL": residual}
     constants: Constants = {**shape, "GATED": int(gated), **{name: int(one is not None) for name, one in parts.items()}}
-    read = (pointer(weight), pointer(x), pointer(norm), pointer(bias), pointer(residual))
-    arguments = (plain(y), *read, np.float32(eps), np.int32(rows))
-    shared = tokens * columns * size_of(kind) if norm is not None else 0
-    blocks = _blocks(-(-rows * split // WARPS), RESIDENT * multiprocessors())
-    launch("token_linear", "token_linear", blocks, 32 * WARPS, arguments, constants, shared_bytes=shared, early=True)
+    arguments = (y, weight, x, norm, bias, residual, np.float32(eps), np.int32(rows))
+    shared = tokens * columns * gpu.size_of(kind) if norm is not None else 0
+    blocks = _blocks(-(-rows * split // WARPS), RESIDENT * gpu.multiprocessors())
+    gpu.launch(
+        "token_linear", "token_linear", blocks, 32 * WARPS, arguments, constants, shared_bytes=shared, early=True
+    )
 
 
 def _blocks(needed: int, resident: int) -> int:
@@ -60,7 +52,7 @@ def _split(rows: int, accesses: int, gated: int) -> int:
 
 def _refuse(call: Arguments, capability: int) -> None:
     x = call.reads["x"]
-    access(x.shape[-1], kind_of(x.dtype, x.name))
+    gpu.access(x.shape[-1], gpu.kind_of(x.dtype, x.name))
 
 
-KERNELS = (Kernel(token_linear, refuse=_refuse),)
+KERNELS = (gpu.Kernel(token_linear, refuse=_refuse),)

@@ -1,11 +1,13 @@
 """The linear map y = x weight^T + bias, its two gradients, and the gradient of the bias."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from llmq.operands import Output, Tensor
-from llmq.ops.seam import Arguments, op
+from llmq.ops.seam import Arguments, Function, op
 from llmq.ops.temporaries import product
 
 
@@ -25,14 +27,12 @@ def _product(left: np.ndarray, right: np.ndarray, alpha: float) -> np.ndarray:
     return value if alpha == 1 else value * value.dtype.type(alpha)
 
 
-@op(
-    family="linears forward",
-    is_linear=True,
-    takes_columns=True,
-    products=1,
-    multiply_adds=_multiply_adds,
-    temporaries=product("y", "x", "weight"),
-)
+def _linear(**more: Any) -> Callable[[Function], Function]:
+    """`op` of a product with a weight, or of one that makes a weight's gradient."""
+    return op(is_linear=True, takes_columns=True, products=1, **more)
+
+
+@_linear(family="linears forward", multiply_adds=_multiply_adds, temporaries=product("y", "x", "weight"))
 def linear_forward(
     y: Output, /, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, alpha: float = 1.0
 ) -> None:
@@ -50,14 +50,7 @@ def linear_forward(
     y.write(value.reshape(y.shape))
 
 
-@op(
-    family="linears dgrad",
-    is_linear=True,
-    takes_columns=True,
-    products=1,
-    multiply_adds=_gradient_multiply_adds,
-    temporaries=product("d_x", "d_y", "weight"),
-)
+@_linear(family="linears dgrad", multiply_adds=_gradient_multiply_adds, temporaries=product("d_x", "d_y", "weight"))
 def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0) -> None:
     """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual.
 
@@ -71,14 +64,7 @@ def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor |
     d_x.write(value.reshape(d_x.shape))
 
 
-@op(
-    family="linears wgrad",
-    is_linear=True,
-    takes_columns=True,
-    products=1,
-    multiply_adds=_gradient_multiply_adds,
-    temporaries=product("d_weight", "d_y", "x"),
-)
+@_linear(family="linears wgrad", multiply_adds=_gradient_multiply_adds, temporaries=product("d_weight", "d_y", "x"))
 def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
     """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
     if d_weight.wanted:

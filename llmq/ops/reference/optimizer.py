@@ -5,13 +5,15 @@ Gradients arrive as sums over tokens; one number, `scale`, makes them the clippe
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from llmq.operands import SLICE, Output, Tensor, slices
 from llmq.ops.reference.eight_bits import store, store_root
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
-from llmq.ops.seam import op
+from llmq.ops.seam import Function, op
 from llmq.ops.temporaries import Temporaries
 from llmq.tensor import DTYPES, NORM_ROWS
 
@@ -106,14 +108,13 @@ def _temporaries(a: Temporaries) -> int:
     return SLICES_OF_CODES * a.width * max(a.inputs["grad"].shape[-1], SLICE) if has_codes else 0
 
 
-@op(
-    family="optimizer",
-    for_each_row=True,
-    forms={"weight"},
-    held={"new_master", "new_m", "new_v"},
-    cast_from={"weight": "new_master"},
-    temporaries=_temporaries,
-)
+def _rule(held: set[str]) -> Callable[[Function], Function]:
+    """`op` of an optimizer's rule."""
+    made: dict[str, Any] = {"forms": {"weight"}, "cast_from": {"weight": "new_master"}, "held": held}
+    return op(family="optimizer", for_each_row=True, temporaries=_temporaries, **made)
+
+
+@_rule(held={"new_master", "new_m", "new_v"})
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -164,14 +165,7 @@ def adamw(
         _write_master(new_master, weight, master, updated, (start, rows), *address)
 
 
-@op(
-    family="optimizer",
-    for_each_row=True,
-    forms={"weight"},
-    held={"new_master", "new_m"},
-    cast_from={"weight": "new_master"},
-    temporaries=_temporaries,
-)
+@_rule(held={"new_master", "new_m"})
 def sgd(
     new_master: Output,
     new_m: Output,
