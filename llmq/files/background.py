@@ -169,10 +169,11 @@ class Saver:
         )
         if rank:
             try:
-                writers.hand_over(saving, own())
+                writers.hand_over(saving, rank, own())
             except BaseException as error:
                 if saving.hidden.is_dir() or not isinstance(error, StorageError):
-                    writers.fail(saving, rank, str(error))
+                    with suppress(StorageError):
+                        writers.hand_over(saving, rank, str(error))
                     raise  # else rank 0 has given up, and says why
             while saving.hidden.is_dir():
                 self._wait()

@@ -2,7 +2,7 @@
 
     saving = begin(folder, step, world)                     one rank, which sends `saving` to the others
     part = write_part(saving, rank, slices, tensors)        every rank
-    hand_over(saving, part); part_of(saving, rank)          a rank leaves word of its part for the one that commits
+    hand_over(saving, rank, part); part_of(saving, rank)    a rank leaves word of its part for the one that commits
     commit(saving, parts, state)                            one rank, with the parts of all
 
 Until the commit nothing has the checkpoint's name: what a killed writer leaves is a hidden folder, which the next save
@@ -12,7 +12,6 @@ removes. The commit writes the manifest last, renames the folder, and only then 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from llmq.files.manifest import (
 from llmq.files.tensor_files import Moved, Piece, Shard, cut, file_name, files_bytes, places, unwatched, write_files
 
 FILE_BYTES = 1 << 30
-PART, FAILED = "part-{:05d}.json", "part-{:05d}.failed"  # what ranks tell the one that commits
+PART = "part-{:05d}.json"  # what a rank tells the one that commits
 MANIFEST_BYTES = 1 << 20  # allowed for the manifest in estimates; it holds no tensors
 _not_written = partial(
     storage,
@@ -155,30 +154,24 @@ def _checked(slices: Sequence[TensorSlice], tensors: Iterable[tuple[str, np.ndar
         yield array
 
 
-def hand_over(saving: Saving, part: WrittenPart) -> None:
-    """Leaves word beside a rank's files that they are complete, for the rank that commits. StorageError."""
+def hand_over(saving: Saving, rank: int, part: WrittenPart | str) -> None:
+    """Leaves word beside a rank's files that they are complete, or why not, for the rank that commits. StorageError."""
     with _not_written(saving.path.parent):
-        target = saving.hidden / PART.format(part.rank)
+        target = saving.hidden / PART.format(rank)
         target.with_suffix(".new").write_bytes(_PART.dump_json(part))
         target.with_suffix(".new").replace(target)
 
 
-def fail(saving: Saving, rank: int, why: str) -> None:
-    """Leaves word that a rank cannot write its part, if it can write that."""
-    with suppress(OSError):
-        (saving.hidden / FAILED.format(rank)).write_text(why, "utf-8")
-
-
 def part_of(saving: Saving, rank: int) -> WrittenPart | None:
     """What another rank has written; None if it is not done. StorageError if it has failed."""
-    path, failed = (saving.hidden / name.format(rank) for name in (PART, FAILED))
+    path = saving.hidden / PART.format(rank)
     with _not_written(saving.path.parent):
-        if failed.exists():
-            raise StorageError(f"rank {rank} has not written its part of {saving.path}: {failed.read_text('utf-8')}")
         if not path.exists():
             return None
         part = _PART.validate_json(path.read_bytes())
         path.unlink()
+    if isinstance(part, str):
+        raise StorageError(f"rank {rank} has not written its part of {saving.path}: {part}")
     return part
 
 
@@ -258,4 +251,4 @@ def _rotate(newest: Path, keep: Keep) -> None:
             remove_folder(path)
 
 
-_PART = TypeAdapter(WrittenPart)
+_PART: TypeAdapter[WrittenPart | str] = TypeAdapter(WrittenPart | str)
