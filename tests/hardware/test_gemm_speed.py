@@ -9,7 +9,7 @@ from llmq.hardware import cards as gpus
 from llmq.hardware import device, gemm_speed, nvml
 from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
-from llmq.hardware.gemm_speed import GemmSpeed, measure
+from llmq.hardware.gemm_speed import measure
 from llmq.hardware.nvml import Reading
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
@@ -65,10 +65,6 @@ def test_only_a_known_card_that_is_here_is_measured(monkeypatch):
     unknown = Device("cuda", gpu=Gpu(0, driver.gpus[0][0], "GPU-1", (8, 9), 80, 2**34))
     for where in (CPU, Device("cuda", planned=gpus.named("H200")), unknown):
         assert measure(where) is None
-
-
-def test_the_share_is_of_the_dense_peak():
-    assert GemmSpeed(4e14, 8e14).share == 0.5
 
 
 @pytest.mark.gpu
