@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from llmq.data.batches.batch import Batch, step_of
-from llmq.data.batches.mixture import Mixture, Share, Source, sources_of
+from llmq.data.batches.mixture import Mixture, Share
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.rows import (
     PACKED,
@@ -203,7 +203,7 @@ def open_data(
             f"{num_virtual + 2}"
         )
     is_there = named is not None or options.train_file is not None
-    named = named and named.find(options.seq_len - num_virtual, options.weight)
+    named = named and named.find(options.seq_len - num_virtual)
     has_rows = named is not None and any(request.found.is_rows for request in named.requests)
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
@@ -216,14 +216,15 @@ def _opened(
     options: DataOptions, form: RowForm, named: NamedData | None, tokenizer: Path | None
 ) -> tuple[Samples | StreamedRows, Samples | None]:
     """What is trained and evaluated on; see open_data for the errors."""
+    names: Sequence[str] = options.train_file or ()
+    eval_files = list(options.eval_file or ())
+    found: list[list[str]] | Samples | StreamedRows = [[name] for name in names]
     if named:
-        found, eval_files = named.open(form)
-    else:
-        found, eval_files = sources_of(options.train_file or (), options.weight), list(options.eval_file or ())
+        names, (found, eval_files) = named.names, named.open(form)
     train, evaluation = None, None
     with all_problems() as problems:
         with noted(problems):
-            train = _open_sources(found, form) if isinstance(found, list) else found
+            train = _open_sources(names, found, options.weight, form) if isinstance(found, list) else found
         with noted(problems):
             docs = (train.limits or (1,))[0] if train else options.max_docs
             evaluation = _open_files(eval_files, replace(form, max_docs=docs), with_tails=True)
@@ -256,18 +257,23 @@ def _no_data(form: RowForm) -> StreamedRows:
     return StreamedRows(nothing, form, "no data")
 
 
-def _open_sources(sources: Sequence[Source], form: RowForm) -> Samples:
-    """Windows or packs of token files, or a mixture of sources with weights. DataError names all bad files."""
-    if any(source.weight is None for source in sources):
-        return _open_files([name for source in sources for name in source.files], form)
+def _open_sources(
+    names: Sequence[str], files: Sequence[Sequence[str]], weights: Sequence[float] | None, form: RowForm
+) -> Samples:
+    """The token files of all names as windows or packs, one after the other, or with weights as a mixture.
+
+    DataError names all bad files.
+    """
+    if weights is None:
+        return _open_files([pattern for patterns in files for pattern in patterns], form)
     opened = []
     with all_problems() as problems:
-        for source in sources:
+        for patterns in files:
             with noted(problems):
-                opened.append(_open_files(source.files, form))
+                opened.append(_open_files(patterns, form))
         paths = Counter(file.path for samples in opened for file in samples.token_files)
         problems += [f"{path} is in {n} sources: name every file once" for path, n in paths.items() if n > 1]
-    return Mixture(opened, [source.weight or 0.0 for source in sources], [one.name for one in sources])
+    return Mixture(opened, weights, names)
 
 
 def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Windows | Packs:

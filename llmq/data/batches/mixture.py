@@ -158,18 +158,3 @@ def assignment(parts: Sequence[int], period: int) -> np.ndarray:
         behind[best] -= period
         chosen[place] = best
     return chosen
-
-
-@dataclass(frozen=True)
-class Source:
-    """A part of what is trained on: `files` are paths and globs of token files, none yet of data to tokenize."""
-
-    name: str
-    files: tuple[str, ...]
-    weight: float | None  # None: all parts follow each other, and have no shares
-
-
-def sources_of(names: Sequence[str], weights: Sequence[float] | None) -> list[Source]:
-    """The sources that --train-file or --data names, with those of --weight."""
-    shares: Sequence[float | None] = weights or [None] * len(names)
-    return [Source(name, (name,), weight) for name, weight in zip(names, shares, strict=True)]

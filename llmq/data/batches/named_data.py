@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmq.data.batches.mixture import Source, sources_of
 from llmq.data.batches.packing import count_packs, repeated, sizes_in_rows, with_docs
 from llmq.data.batches.rows import WINDOWS, RowForm, Samples
 from llmq.data.batches.streaming import StreamedRows, open_stream
@@ -48,15 +47,17 @@ class NamedData:
     say: Say
     note: Say
     task: StartTask
-    sources: tuple[Source, ...] = ()
-    requests: tuple[Request, ...] = ()  # what is to be tokenized, by source
+    requests: tuple[Request, ...] = ()  # what is to be tokenized, by name
 
-    def find(self, seq_len: int, weights: Sequence[float] | None) -> NamedData:
-        """Itself, with sources and requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
+    @property
+    def names(self) -> Sequence[str]:
+        """What is named, in order."""
+        return self.options.data or ()
+
+    def find(self, seq_len: int) -> NamedData:
+        """Itself, with requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
         options = self.options
-        assert options.data is not None
-        sources = sources_of(options.data, weights)
-        for name in (one.name for one in sources if one.name in datasets.NAMES and Path(one.name).exists()):
+        for name in (name for name in self.names if name in datasets.NAMES and Path(name).exists()):
             self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
         encode = EncodeOptions(
             data_format=options.data_format,
@@ -68,25 +69,20 @@ class NamedData:
             prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
             preamble=options.preamble,
         )
-        found = [find_anything(one.name, options.eval_fraction, streaming=options.streaming) for one in sources]
+        found = [find_anything(name, options.eval_fraction, streaming=options.streaming) for name in self.names]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
-        return replace(self, sources=tuple(sources), requests=tuple(one.settled() for one in asked))
+        return replace(self, requests=tuple(one.settled() for one in asked))
 
-    def open(self, form: RowForm) -> tuple[list[Source] | StreamedRows | Estimated, list[str]]:
-        """What is trained on, as token files by source unless it is read or only planned; and files to evaluate on."""
+    def open(self, form: RowForm) -> tuple[list[list[str]] | StreamedRows | Estimated, list[str]]:
+        """What is trained on, as token files by name unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
             return open_stream(request, form, self.note), self._evaluation_of(request)
         if self.plan_only and not all(request.is_made for request in self.requests):
             return self._estimated(form), []
-        sources, evaluation = [], list[str]()
-        for source, request in zip(self.sources, self.requests, strict=True):
-            parts: dict[str, list[str]] = {"train": [], "eval": []}
-            for name in self._cached(request):
-                parts["train" if Path(name).name.startswith("train") else "eval"].append(name)
-            sources.append(replace(source, files=tuple(parts["train"])))
-            evaluation += parts["eval"]
-        return sources, evaluation
+        made = [self._cached(request) for request in self.requests]
+        train = [[name for name in files if Path(name).name.startswith("train")] for files in made]
+        return train, [name for files in made for name in files if Path(name).name.startswith("eval")]
 
     def _evaluation_of(self, request: Request) -> list[str]:
         """The token files to evaluate on of a stream, if it has a part for that."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -192,11 +193,9 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
             for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
                 say(f"{name}, {when}: {note}")
 
-    def documents(begun: int) -> Stream[RowTokens]:
-        return _Tokenized(request, rows, begun, report)
-
     if form.kind != WINDOWS and form.docs is None:
         form = _with_docs(request, form)
+    documents = partial(_Tokenized, request, rows, report)
     return StreamedRows(documents, form, name, request.key, first.end_token_ids, first.template_note)
 
 
@@ -214,8 +213,8 @@ class _Tokenized:
 
     request: Request
     rows: FileRows
-    begun: int  # seconds since 1970
     report: Callable[[str, Counts, int], None]
+    begun: int  # seconds since 1970
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, RowTokens]]:
         encoder = self.request.encoder(datetime.fromtimestamp(self.begun))
