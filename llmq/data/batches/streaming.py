@@ -22,7 +22,7 @@ import numpy as np
 from llmq.data.batches.packing import lay, pack_documents, repeated, sizes_in_rows, with_docs
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.rows import WINDOWS, RowForm, Rows, RowSource, aim, empty_rows
-from llmq.data.chat.counts import Counts, notes
+from llmq.data.chat.encoded import Counts, notes
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.records import BadRows
 from llmq.data.rows.request import Request

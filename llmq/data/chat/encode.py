@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.chat.counts import Counts
+from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, shortened, trained_runs
 from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
-from llmq.data.chat.overlong import OVERLONG, Encoded, shortened, trained_runs
 from llmq.data.chat.sandbox import RenderError
 from llmq.data.chat.template import MARKER, OWN, Templates, open_templates, template_note
 from llmq.data.rows.records import BadRow, Record

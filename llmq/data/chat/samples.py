@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from llmq.data.chat.overlong import Encoded
+from llmq.data.chat.encoded import Encoded
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TextTokenizer
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from llmq.data.chat.counts import Counts
 from llmq.data.chat.encode import Encoder
+from llmq.data.chat.encoded import Counts
 from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.records import BadRow, BadRows, Record, Row
 from llmq.data.stream import START, Position, ReadAhead

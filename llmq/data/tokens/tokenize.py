@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import EncodeOptions, Encoder
-from llmq.data.chat.overlong import Encoded
+from llmq.data.chat.encoded import Counts, Encoded, notes
 from llmq.data.chat.samples import show
 from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import BadRow, Record

@@ -18,9 +18,8 @@ from small_tokenizers import save
 from tokenizers import AddedToken, processors
 
 from llmq.data.chat import sandbox
-from llmq.data.chat.counts import Counts, notes
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
-from llmq.data.chat.overlong import OVERLONG, Encoded
+from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, notes
 from llmq.data.chat.prompts import PREAMBLES
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.tokenizer import TextTokenizer

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 from small_tokenizers import save
 
-from llmq.data.chat.overlong import Encoded
+from llmq.data.chat.encoded import Encoded
 from llmq.data.chat.samples import MAX_TOKENS, STYLES, show
 from llmq.data.tokens.tokenizer import TextTokenizer
 
