@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,6 +217,10 @@ def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert printed.out.endswith(f"\n{out}\n") and "2.8056" in printed.out  # the mean of its evaluations
     assert "no run folder or log" in printed.err and "Traceback" not in printed.err
+    out.unlink()
+    script = ROOT / "tools" / "plot-training-run.py"
+    subprocess.run([sys.executable, script, run, "-o", out], check=True, cwd=tmp_path, capture_output=True)
+    assert out.exists()
 
 
 def test_evaluations_on_other_tokens_are_not_joined(tmp_path: Path, figures: list[Figure]) -> None:

@@ -224,20 +224,9 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 
     path = write_run(tmp_path / "run")
-    command = [
-        sys.executable,
-        "-m",
-        "llmq.cli.export_wandb",
-        "--log-file",
-        path,
-        "--project",
-        "p",
-        "--offline",
-        "--run-id",
-        "abc",
-    ]
-    environment = {"HOME": str(tmp_path), "WANDB_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = "/usr/bin:/bin"
+    script = ROOT / "tools" / "export-wandb.py"
+    command = [sys.executable, script, "--log-file", path, "--project", "p", "--offline", "--run-id", "abc"]
+    environment = {"HOME": str(tmp_path), "WANDB_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"6 steps written to {tmp_path}")

@@ -1,0 +1,11 @@
+"""llmq-plot, from a checkout that is not installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from llmq.cli.plot import main
+
+if __name__ == "__main__":
+    main()
