@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmq.sites.bf16 import Bf16Linear
 from llmq.sites.fp8 import Fp8Linear
-from llmq.sites.linear import Linear
+from llmq.sites.linear import Bf16Linear, Linear
 
 Factory = Callable[[str, str, str], Linear]  # of a name, and for fp8 the dtype of gradients and the scaling
 

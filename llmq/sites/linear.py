@@ -67,3 +67,11 @@ class Linear:
         """d_x, dw <- d_y, x, w, residual (...,K) or None, which is added to d_x."""
         self.dgrad(ops, d_x, d_y, w, residual)
         self.wgrad(ops, dw, d_y, x)
+
+
+class Bf16Linear(Linear):
+    """y = x W^T + b with every operand read as the plain value, in `dtype`: bf16, or fp32 and fp64 for exactness."""
+
+    def __init__(self, name: str, dtype: str = "bf16") -> None:
+        one = Copies(Form(dtype), Form(dtype))
+        super().__init__(name, x=one, d_y=one, weight=one)

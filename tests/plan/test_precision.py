@@ -11,8 +11,8 @@ from llmq.model.parameters import layer_maps
 from llmq.plan.build import site_of
 from llmq.plan.memory import Memory
 from llmq.plan.precision import block_sites, chosen, wide_sites
-from llmq.sites.bf16 import Bf16Linear
 from llmq.sites.fp8 import Fp8Linear
+from llmq.sites.linear import Bf16Linear
 from llmq.tensor import Form
 
 ROW, COL = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")

@@ -1,4 +1,4 @@
-"""Copies between the GPU's memory and pinned memory of the host, by the driver, on the current stream.
+"""Copies between the GPU's memory and pinned memory of the host, by the driver, on the current stream; cuda/repeat.cu.
 
 An array of the host is a NumPy array over pinned memory; from any other memory the copy would wait, and a graph could
 not hold it.
@@ -6,10 +6,16 @@ not hold it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.cuda.compile import Constants
+
+THREADS = 256  # repeat.cu
 
 
 def copy_to_host(out: Output, /, x: Tensor) -> None:
@@ -43,4 +49,16 @@ def copy_bytes(target: Any, source: Any) -> None:
     runtime.memcpyAsync(gpu.address(target), gpu.address(source), source.nbytes, runtime.memcpyDefault, stream)
 
 
-KERNELS = (gpu.Kernel(copy_to_host), gpu.Kernel(copy_to_device))
+def repeat(out: Output, /, block: Tensor, *, first: int) -> None:
+    """out (any shape) <- block (n,): its flat element i is element (first + i) mod n of the block."""
+    if not out.wanted:
+        return
+    count = math.prod(out.shape)
+    number = gpu.access(count, gpu.type_of(out))
+    arguments = (out, block, np.int64(first % block.shape[0]), np.int64(block.shape[0]))
+    constants: Constants = {"X": gpu.type_of(block), "T": gpu.type_of(out), "N": number}
+    blocks = -(-count // (THREADS * number))
+    gpu.launch("repeat", "repeat", blocks, THREADS, (*arguments, np.int64(count)), constants)
+
+
+KERNELS = (gpu.Kernel(copy_to_host), gpu.Kernel(copy_to_device), gpu.Kernel(repeat))

@@ -6,6 +6,7 @@ CuPy's current stream, and everything but pointers and counts is a constant of t
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
-from llmq.ops.cuda.early import launch_early
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, LARGEST, Form
 
@@ -226,3 +226,29 @@ def launch(
         launch_early(function, grid, threads, arguments, shared_bytes)
     else:
         function(grid, (threads,), arguments, shared_mem=shared_bytes)
+
+
+def launch_early(
+    function: Any, grid: tuple[int, ...], threads: int, arguments: tuple[Any, ...], shared_bytes: int
+) -> None:
+    """Puts a CuPy function on CuPy's current stream, to begin before the kernel before it is done ("programmatic
+    dependent launch", from 9.0 on; a captured graph has it too); RuntimeError if the driver refuses it.
+
+    CuPy has no launch attributes, so the driver is called.
+    """
+    import cupy
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared_bytes, cupy.cuda.get_current_stream().ptr
+    config.attrs, config.numAttrs = [attribute], 1
+    values = [np.array(value, np.uint64) if type(value) is int else np.asarray(value) for value in arguments]
+    places = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
+    (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function.kernel.ptr), ctypes.addressof(places), 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"the driver refuses a launch of {grid} blocks of {threads} threads: {status.name}")

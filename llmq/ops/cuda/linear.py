@@ -17,6 +17,8 @@ from functools import partial, reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
+
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
@@ -32,6 +34,17 @@ WAYS = {
     "linear_dgrad": (False, True, True),
     "linear_wgrad": (True, True, False),
 }
+
+
+def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
+    """d_bias (N,) <- d_y (...,N) in colsum form: (parts,N) f32; see cuda/bias.cu."""
+    if not d_bias.wanted:
+        return
+    assert d_y.form is not None and d_y.form.layout == "colsum", "the bias gradient is read as column sums"
+    parts, columns = d_y.array.shape
+    arguments = (d_bias, d_y, np.int32(parts), np.int32(columns), gpu.adds(d_bias))
+    blocks = -(-columns // gpu.SUM_COLUMNS)
+    gpu.launch("bias", "bias_backward", blocks, gpu.SUM_THREADS, arguments, {"G": gpu.type_of(d_bias)})
 
 
 def linear_kernels(gemms: Gemms | None) -> dict[str, gpu.Kernel]:
@@ -171,3 +184,6 @@ def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | Non
         fast=fast and left.scaling in ("tensor", "row"),  # 128-blocks are added up in f32, and have no fast mode
         alignment=lowest & -lowest,
     )
+
+
+KERNELS = (gpu.Kernel(bias_backward),)

@@ -1,4 +1,4 @@
-"""Copies of a value in other forms, and the scales that quantized forms use."""
+"""Copies of a value in other forms, and the scales that quantized forms use or bring with them."""
 
 from dataclasses import replace
 
@@ -65,3 +65,16 @@ def scale_update(
     new_scale.write(updated)
     new_history.write(pushed)
     new_amax.write(np.zeros_like(seen))
+
+
+@op(family="quantize", cast_from={"out": "x"}, temporaries=lambda a: a.copies("x") + max(a.size("x"), a.writing("out")))
+def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float) -> None:
+    """out, in every wanted form with its scales (`llmq.operands.own_scales`), and scale (1,) <- x (like out).
+
+    `scale` is that of `amax_scale`, for other copies of x: amax(|x|) / limit, 1 if amax is 0 or not finite.
+    """
+    value = x.read()
+    out.write(value)
+    if scale.wanted:
+        amax = np.array([np.abs(value).max(initial=0)], np.float32)
+        scale.write(scale_from(amax, np.float32(limit), np.float32(1)))

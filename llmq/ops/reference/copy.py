@@ -1,7 +1,10 @@
 """Copies between the homes of a tensor, bit for bit: the device's memory and pinned memory of the host.
 
-Each direction has a lane of its own: a link moves both at once.
+Each direction has a lane of its own: a link moves both at once. A bench fills its weights with one block of
+numbers, over and over.
 """
+
+import numpy as np
 
 from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
@@ -27,3 +30,12 @@ def _copy(out: Output, x: Tensor) -> None:
         if x.form is not None and x.form.owns_scales:
             assert target.scale is not None and x.scale is not None
             target.scale[...] = x.scale
+
+
+@op(family="copies")
+def repeat(out: Output, /, block: Tensor, *, first: int) -> None:
+    """out (any shape) <- block (n,): its flat element i is element (first + i) mod n of the block."""
+    if out.wanted:
+        values, count = block.read(), int(np.prod(out.shape))
+        start = first % values.size
+        out.write(np.resize(np.roll(values, -start) if start else values, count).reshape(out.shape))
