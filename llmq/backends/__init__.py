@@ -59,6 +59,16 @@ def groups(launches: Sequence[Launch]) -> Iterator[Together]:
         yield Together(indices, before, [each.run for each in found], after)
 
 
+class Needs(NamedTuple):
+    """What a plan asks of memory: persistent storages by name, and an arena of so many bytes in each home. That of the
+    host is for ops to read and write `in_place`, or `write_combined`, where there is such a difference."""
+
+    persistent: Mapping[str, Ref]
+    arena_bytes: Mapping[str, int]
+    in_place: bool = False
+    write_combined: bool = False
+
+
 class BackendMemory(Protocol):
     """Persistent storages by name, and an arena in each home for the slots of a program.
 
@@ -82,9 +92,6 @@ class BackendMemory(Protocol):
 class Backend(Protocol):
     """What the engine needs of a device. `prepare` comes before memory is allocated, with all calls of the plan; it
     reports how many matrix products have their algorithm.
-
-    `memory` allocates persistent storages and an arena of so many bytes in each home. That of the host is for ops to
-    read and write `in_place`, or `write_combined`, where there is such a difference.
 
     `world` are the ranks of the run, which collectives are between.
 
@@ -112,14 +119,7 @@ class Backend(Protocol):
     def take(self, algorithms: Mapping[str, Any]) -> None: ...
     def peak_bytes(self) -> int: ...
     def host_bytes(self, num_bytes: int) -> np.ndarray: ...
-    def memory(
-        self,
-        persistent: Mapping[str, Ref],
-        arena_bytes: Mapping[str, int],
-        *,
-        in_place: bool = ...,
-        write_combined: bool = ...,
-    ) -> BackendMemory: ...
+    def memory(self, needs: Needs) -> BackendMemory: ...
     def program(self, launches: Sequence[Launch]) -> Run: ...
 
 

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Op, Run, between, checked_scratch, groups
+from llmq.backends import Launch, Needs, Op, Run, between, checked_scratch, groups
 from llmq.backends.cuda_memory import (
     PIECE_BYTES,
     HostBlock,
@@ -42,7 +42,7 @@ from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.seam import record
 from llmq.plan.arena import aligned, stored_dtype
 from llmq.screen import Report, counted, unreported
-from llmq.tensor import DTYPES, Ref, stored_bytes, stored_shape
+from llmq.tensor import DTYPES, stored_bytes, stored_shape
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call
@@ -65,14 +65,8 @@ class DeviceMemory:
 
     homes_in_order = frozenset({"device"})
 
-    def __init__(
-        self,
-        persistent: Mapping[str, Ref],
-        arena_bytes: Mapping[str, int],
-        stream: Any,
-        *,
-        write_combined: bool = False,
-    ) -> None:
+    def __init__(self, needs: Needs, stream: Any) -> None:
+        persistent, arena_bytes, _, write_combined = needs
         self._stream, self._arena_bytes = stream, arena_bytes["device"]
         self._dtypes = {name: stored_dtype(ref) for name, ref in persistent.items()}
         self._ends = {
@@ -308,25 +302,18 @@ class CudaBackend:
         except RefusedMemoryError as error:
             raise MemoryError(str(error)) from error
 
-    def memory(
-        self,
-        persistent: Mapping[str, Ref],
-        arena_bytes: Mapping[str, int],
-        *,
-        in_place: bool = False,
-        write_combined: bool = False,
-    ) -> DeviceMemory:
+    def memory(self, needs: Needs) -> DeviceMemory:
         """Memory of the current device, and of the host as far as the plan has something there. UsageError where
         kernels cannot read that `in_place`."""
         with told_of_refusals():
-            memory = DeviceMemory(persistent, arena_bytes, self.stream, write_combined=write_combined)
+            memory = DeviceMemory(needs, self.stream)
         self.allocated = str(memory.host) if memory.host.num_bytes else ""
-        if in_place and memory.host.num_bytes and (memory.host.unpinned_bytes or not has_same_addresses()):
+        if needs.in_place and memory.host.num_bytes and (memory.host.unpinned_bytes or not has_same_addresses()):
             raise UsageError(
                 f"--use-zero-copy: kernels do not read the {shown(memory.host.num_bytes)} of host memory, of which the "
                 f"system refuses to lock {shown(memory.host.unpinned_bytes)} (see ulimit -l): leave it out"
             )
-        if write_combined and not memory.host.is_combined:
+        if needs.write_combined and not memory.host.is_combined:
             self._notices.append(
                 "The system refuses write-combined memory: what lives on the host is in ordinary memory"
             )

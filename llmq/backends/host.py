@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import BLAS_THREADS, Launch, Op, Run, between, groups
+from llmq.backends import BLAS_THREADS, Launch, Needs, Op, Run, between, groups
 from llmq.comm.world import ALONE, World
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
@@ -127,21 +127,14 @@ class HostBackend:
         """Ordinary memory."""
         return np.empty(num_bytes, np.uint8)
 
-    def memory(
-        self,
-        persistent: Mapping[str, Ref],
-        arena_bytes: Mapping[str, int],
-        *,
-        in_place: bool = False,
-        write_combined: bool = False,
-    ) -> HostMemory:
+    def memory(self, needs: Needs) -> HostMemory:
         """Arrays of the host, which are all of one kind. RefusedMemoryError if it has too little: the kernel gives more
         than there is, and ends the process when that is written."""
-        held = {name: ref for name, ref in persistent.items() if self.takes_scratch or ref.space != "workspace"}
-        num_bytes = sum(map(stored_bytes, held.values())) + sum(arena_bytes.values())
+        held = {name: ref for name, ref in needs.persistent.items() if self.takes_scratch or ref.space != "workspace"}
+        num_bytes = sum(map(stored_bytes, held.values())) + sum(needs.arena_bytes.values())
         if num_bytes > (free := host_memory_bytes()[1]):
             raise RefusedMemoryError(f"the host refused {shown(num_bytes)}", num_bytes=num_bytes, free_bytes=free)
-        return HostMemory(held, arena_bytes)
+        return HostMemory(held, needs.arena_bytes)
 
     def program(self, launches: Sequence[Launch]) -> Run:
         """One function that makes all launches in the order of recording, which every lane allows."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from llmq.backends import Backend, Launch, Op, Run
+from llmq.backends import Backend, Launch, Needs, Op, Run
 from llmq.engine.advice import shortage
 from llmq.engine.bind import bind
 from llmq.errors import RefusedMemoryError
@@ -53,8 +53,8 @@ class BoundPlan:
         with explained(plan, backend):
             arenas = {home: plan.arena_bytes(home) for home in ("device", "host")}
             kept = plan.spec.memory
-            about = {"in_place": kept.zero_copy, "write_combined": kept.write_combined}
-            self._memory = backend.memory(plan.persistent, arenas, **about)
+            needs = Needs(plan.persistent, arenas, in_place=kept.zero_copy, write_combined=kept.write_combined)
+            self._memory = backend.memory(needs)
         self._ops = {name: wrap(name, op) for name, op in backend.ops.items()} if wrap else backend.ops
         self._programs: dict[int, Run] = {}  # by the id of the plan's program: those that are alike are bound once
 

@@ -19,6 +19,7 @@ from tiny_engines import (
     train_steps,
 )
 
+from llmq.backends import Needs
 from llmq.blocks.packed import Packing
 from llmq.plan.memory import ROLES, Memory
 
@@ -110,7 +111,7 @@ def test_the_plan_s_peak_is_what_the_driver_says(backend):
     plan = plan_of(BF16, Memory((), head_chunks=8), CONFIG, batch_size=64, seq_len=1024)
     cupy.get_default_memory_pool().free_all_blocks()
     before, _ = cupy.cuda.runtime.memGetInfo()
-    memory = backend.memory(plan.persistent, {"device": plan.arena_bytes(), "host": 0})
+    memory = backend.memory(Needs(plan.persistent, {"device": plan.arena_bytes(), "host": 0}))
     after, _ = cupy.cuda.runtime.memGetInfo()
     del memory
     assert abs(before - after - plan.total_bytes) <= max(0.01 * plan.total_bytes, 300 * 2**20)

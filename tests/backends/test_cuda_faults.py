@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from llmq.backends import Launch
+from llmq.backends import Launch, Needs
 from llmq.errors import RefusedMemoryError, UsageError
 from llmq.ops.cuda import timing
 from llmq.ops.cuda.algorithms import Choice
@@ -233,7 +233,7 @@ def test_a_run_whose_memory_is_not_locked_has_no_graphs(cuda, monkeypatch):
         memory = SimpleNamespace(host=host, unpinned_bytes=unpinned)
         monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, memory=memory, **flags: memory)
         backend = cuda.CudaBackend()
-        backend.memory({}, {})
+        backend.memory(Needs({}, {}))
         assert backend.program([])._use_graphs == (not unpinned) and backend.allocated
         assert backend.notices == [] or "refuses to lock 5.0 MiB of host memory" in backend.notices[0]
         assert bool(backend.notices) == bool(unpinned)
@@ -287,7 +287,7 @@ def test_kernels_read_locked_memory_by_the_hosts_addresses_alone(
     monkeypatch.setattr(cuda, "DeviceMemory", lambda *arguments, **flags: memory)
     backend = cuda.CudaBackend()
     with pytest.raises(UsageError, match=f"--use-zero-copy: .* 8.0 MiB .* {said}") if said else nullcontext():
-        assert backend.memory({}, {}, in_place=True, write_combined=True) is memory
+        assert backend.memory(Needs({}, {}, in_place=True, write_combined=True)) is memory
         assert "refuses write-combined memory" in backend.notices[0]
 
 
@@ -318,7 +318,10 @@ def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(cuda, mon
         monkeypatch.setattr(cuda, "planned_problem", lambda *_: "a product")
         monkeypatch.setattr(cuda, "record", lambda op: SimpleNamespace(is_linear=True))
         backend = cuda.CudaBackend()
-        for work in (lambda backend=backend: backend.prepare([call]), lambda backend=backend: backend.memory({}, {})):
+        for work in (
+            lambda backend=backend: backend.prepare([call]),
+            lambda backend=backend: backend.memory(Needs({}, {})),
+        ):
             with pytest.raises(expected if isinstance(expected, type) else type(expected)) as caught:
                 work()
             assert (caught.value is error) == (error in (own,) or expected is KeyError)

@@ -32,9 +32,9 @@ class Full(HostBackend):
     def prepare(self, calls, report=None):
         self.fail("prepare")
 
-    def memory(self, persistent, arena_bytes, **about):
+    def memory(self, needs):
         self.fail("memory")
-        return super().memory(persistent, arena_bytes, **about)
+        return super().memory(needs)
 
     def program(self, launches):
         return lambda: self.fail("run")
