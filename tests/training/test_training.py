@@ -439,7 +439,9 @@ def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
 
 
 @pytest.mark.slow
-def test_a_dry_run_is_refused_by_what_the_planned_gpu_has(given):
+def test_a_dry_run_is_refused_by_what_the_planned_gpu_has(given, monkeypatch):
+    """Without the search for what fits, which takes minutes here."""
+    monkeypatch.setattr("llmq.engine.advice.remedies", lambda *_: [])
     large = {**given, "model": "tiny_llama3_150m", "from_scratch": True, "batch_size": 512, "seq_len": 512}
     with pytest.raises(MemoryLimitError, match=r"22\.7 GiB are free"):
         llmq.train(**large, dry_run=True, device="cuda", gpu="RTX 4090")

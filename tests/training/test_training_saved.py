@@ -287,7 +287,7 @@ def test_a_reset_needs_a_run_that_resumes(given):
     "numbers",
     [
         ("--mutants=100",),
-        pytest.param(("--kills=60", "--mutants=500", "--resumes=20", "--saves=300"), marks=pytest.mark.slow),
+        pytest.param(("--kills=30", "--mutants=300", "--resumes=10", "--saves=200"), marks=pytest.mark.slow),
     ],
     ids=["mutants", "all"],
 )
