@@ -10,7 +10,7 @@ from dense_step import dense_step
 
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 49_500  # of llmq/: where the walls between features have brought it, and a little
-MOST_FILES, MOST_LINES_OF_STEP = 30, 3_880  # of a dense step, by tests/dense_step.py
+MOST_FILES, MOST_LINES_OF_STEP = 30, 3_870  # of a dense step, by tests/dense_step.py
 LEAST_COMMENTS = 0.04  # of the lines where decisions are made: comments say why
 
 

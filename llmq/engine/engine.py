@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from llmq.backends import Backend, Op
+from llmq.backends import Backend
 from llmq.data.batches.batch import Batch
 from llmq.engine.stored import StoredPlan
 from llmq.model.held import Values
@@ -40,15 +41,8 @@ class StepResult:
 class Engine(StoredPlan):
     """Trains by the programs of a plan. All arrays passed in and out are on the host."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        backend: Backend,
-        *,
-        wrap: Callable[[str, Op], Op] | None = None,
-        poison: bool = False,
-    ) -> None:
-        super().__init__(plan, backend, wrap=wrap, poison=poison)
+    def __init__(self, plan: Plan, backend: Backend, **about: Any) -> None:
+        super().__init__(plan, backend, **about)
         self._is_gathered = False  # whether all weights are whole; of one rank they are
         self._is_cold = True  # whether delayed scales have seen no batch yet
         self._fill_constants()

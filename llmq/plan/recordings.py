@@ -22,7 +22,7 @@ from llmq.stores.activations import Frame, Frames
 from llmq.stores.fused_grads import FusedGrads, Use
 from llmq.stores.hosted import HostedGrads, HostedMoments
 from llmq.stores.remade_weights import RemadeWeights
-from llmq.stores.replicated import Alone, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
+from llmq.stores.replicated import Alone, Homes, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
 from llmq.stores.sharded import GatheredWeights, ManyRanks, ReducedGrads, ShardedGrads, ShardedMoments, ShardedWeights
 from llmq.stores.sharding import Sharding, Shards
 from llmq.tensor import Ref, changed, num_norm_tiles
@@ -56,12 +56,12 @@ def stores_of(spec: Spec) -> Stores:
 def _weights(memory: Memory, p: Precision, store: Callable[..., Any]) -> Callable[..., Any]:
     """What holds weights as `store` does, those on the host that belong there, or without copies that stay."""
     host_master = p.master if MASTER in memory.host else None
-    homes: dict[str, Any] = {"hosted": memory.hosts_weight(p), "host_master": host_master}
+    homes = Homes(memory.hosts_weight(p), host_master)
     if memory.persistent_quants:
-        return partial(store, **homes)
+        return partial(store, homes=homes)
     # with the masters of all rows on this rank
     about: dict[str, Any] = {"own_dtype": p.wide_master, "in_place": memory.zero_copy}
-    return partial(RemadeWeights, remade=partial(is_quant, precision=p), **about, **homes)
+    return partial(RemadeWeights, homes=homes, remade=partial(is_quant, precision=p), **about)
 
 
 def _shared(sharding: Sharding) -> Stores:
@@ -135,7 +135,7 @@ class Recordings:
     @cached_property
     def frames(self) -> Frames:
         """Of the micro-batches of training."""
-        return self._frames(self.model, self.batch, self.sums, 0)
+        return self._frames(self.model, self.batch, self.sums)
 
     def values(self) -> dict[str, Ref]:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
@@ -165,7 +165,7 @@ class Recordings:
         """Loss of a batch, without gradients."""
         # Another model on the same rows, without what is for training alone, such as NEFTune's noise.
         ops, model = Recorder(), build_model(self.spec.evaluated(), self._sites)
-        frames = self._frames(model, self.batch, self.evaluated, 0)
+        frames = self._frames(model, self.batch, self.evaluated)
         model.infer(ops, frames.a, frames.d, self.weights)
         return ops.calls
 
@@ -224,12 +224,12 @@ class Recordings:
             shapes["borders"] = (b, spec.packing.max_docs + 1)
         return Frame({key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()})
 
-    def _frames(self, model: Model, inputs: Frame, sums: dict[str, Ref], micro_step: int) -> Frames:
+    def _frames(self, model: Model, inputs: Frame, sums: dict[str, Ref]) -> Frames:
         """Frames of the sequences in `inputs`, whose totals are `sums`."""
         spec, p = self.spec, self.spec.precision
         shared = {"batch": inputs, "const": Frame({"rope": self.rope}), "total": Frame(sums)}
         b, t = inputs.tokens.shape
-        return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat, micro_step)
+        return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat)
 
 
 def _sums(before: str, stat: str) -> dict[str, Ref]:

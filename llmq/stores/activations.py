@@ -48,10 +48,9 @@ class Frames:
         hidden: int,
         act: str,
         stat: str,
-        micro_step: int = 0,
     ) -> None:
         self._dtypes = {"act": act, "stat": stat, "int32": "int32"}
-        self._shared, self._micro_step = shared, micro_step
+        self._shared = shared
         res = Slot("res", (b, t, hidden), ("residual",))
         self.a, self.d = (self._direction(model, prefix, res, b, t) for prefix in ("", "d."))
 
@@ -81,8 +80,7 @@ class Frames:
 
     def _ref(self, prefix: str, layer: int | None, name: str, slot: Slot, roles: tuple[str, ...]) -> Ref:
         place = "" if layer is None else f"{layer}."
-        full = f"{self._micro_step}/{place}{prefix}{name}"
-        return Ref(full, "activation", slot.shape, self._dtypes[slot.dtype], layer, roles)
+        return Ref(f"0/{place}{prefix}{name}", "activation", slot.shape, self._dtypes[slot.dtype], layer, roles)
 
     def _frame(self, refs: dict[str, Any]) -> Frame:
         return Frame({**self._shared, **refs})

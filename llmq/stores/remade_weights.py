@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.replicated import ReplicatedWeights, weight_slot
+from llmq.stores.replicated import Homes, ReplicatedWeights, weight_slot
 from llmq.tensor import Ref, changed
 
 COUNTED = "update"  # in the names of copies that are made for their scales and statistics alone
@@ -25,17 +25,18 @@ class RemadeWeights(ReplicatedWeights):
         rows: Sequence[Row],
         dtype: str,
         master_dtype: str | None,
+        homes: Homes,
         *,
-        hosted: Callable[[Row], bool] | None,
-        host_master: str | None,
         remade: Callable[[Row], bool],
         own_dtype: str,
         in_place: bool,
     ) -> None:
-        super().__init__(rows, dtype, master_dtype, hosted=hosted, host_master=host_master)
-        self._in_place, home = in_place, "device" if host_master is None else "host"
+        super().__init__(rows, dtype, master_dtype, homes)
+        self._in_place, home = in_place, "device" if homes.host_master is None else "host"
         self._masters = {
-            row.name: Ref(row.name, "master", row.shape, own_dtype, row.layer, home=home) for row in rows if remade(row)
+            row.name: Ref(row.name, "master", row.shape, own_dtype, row.layer, home=home)
+            for row in self.rows
+            if remade(row)
         }
 
     def written(self, ops: Any, only: Container[str] | None = None) -> Iterator[Ref | None]:

@@ -72,29 +72,31 @@ def one_ahead(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
         yield here
 
 
+class Homes(NamedTuple):
+    """Which weights are `hosted` on the host, if any, and the dtype of masters there (None: they are on the device)."""
+
+    hosted: Callable[[Row], bool] | None = None
+    host_master: str | None = None
+
+
+ALL_HERE = Homes()
+
+
 class ReplicatedWeights:
     """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master, unless masters are
     others' (None).
 
-    Rows that are `hosted` live on the host, in the forms that are read of them: each walk brings them into slots, so
-    that those of two parts are on the device. `host_master` is the dtype of masters on the host (None: they are on the
-    device): a weight of that dtype is its own master there.
+    Rows that live on the host by their `homes` do so in the forms that are read of them: each walk brings them into
+    slots, so that those of two parts are on the device. A weight of the dtype of masters there is its own master.
 
     A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
     read comes from a slot, cast a part of the model at a time. So is a trained row that has no wider master.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        dtype: str,
-        master_dtype: str | None,
-        *,
-        hosted: Callable[[Row], bool] | None = None,
-        host_master: str | None = None,
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None, homes: Homes = ALL_HERE) -> None:
+        hosted = homes.hosted
         self.rows = tuple(replace(row, home="host") if hosted and hosted(row) else row for row in rows)
-        self._master_dtypes = {"device": master_dtype, "host": host_master}
+        self._master_dtypes = {"device": master_dtype, "host": homes.host_master}
         self.refs = {row.name: self._ref(row, dtype) for row in self.rows}
         self._names = names_by_part(rows)
         self._held: dict[str | int, list[Ref]] = defaultdict(list)  # by part

@@ -6,7 +6,7 @@ or for each use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from llmq.optimizers.rule import StateKind
 from llmq.row import Row
 from llmq.stores.replicated import (
+    ALL_HERE,
     Bundle,
+    Homes,
     ReplicatedGrads,
     ReplicatedMoments,
     ReplicatedWeights,
@@ -177,24 +179,17 @@ class GatheredWeights(ReplicatedWeights):
     """Weights that every rank holds whole. The update writes this rank's share of each, in the forms in which shares
     are those of the whole; all are gathered in the next forward pass, each part while the one before it computes.
 
-    Rows that are `hosted` live on the host, and so do shares of them: what is gathered is a slot, which is used and
-    sent there, and later walks fetch it.
+    Rows that live on the host have their shares there: what is gathered is a slot, which is used and sent there, and
+    later walks fetch it.
     """
 
     def __init__(
-        self,
-        rows: Sequence[Row],
-        dtype: str,
-        master_dtype: str | None,
-        *,
-        sharding: Sharding,
-        hosted: Callable[[Row], bool] | None = None,
-        host_master: str | None = None,
+        self, rows: Sequence[Row], dtype: str, master_dtype: str | None, homes: Homes = ALL_HERE, *, sharding: Sharding
     ) -> None:
         # No weight is its own master here: the master is a share, and the weight is whole.
-        super().__init__(rows, dtype, None, hosted=hosted)
+        super().__init__(rows, dtype, None, homes._replace(host_master=None))
         self._shards, self._gathers = Shards(rows, sharding.size, sharding.rank), False
-        masters = {"device": master_dtype, "host": host_master}
+        masters = {"device": master_dtype, "host": homes.host_master}
         self._own = {
             row.name: self._shards.share(
                 replace(whole, space="shard", value_in="master" if whole.dtype == masters[whole.home] else None)
