@@ -15,7 +15,6 @@ from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.rows import RowSource
 from llmq.data.chat.template import OWN, open_templates, template_note
 from llmq.data.tokens.sidecar import TemplateNote
-from llmq.data.tokens.tokenizer import json_if_there
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values
@@ -71,8 +70,6 @@ def exported_tokenizer(source: ModelSource, named: NamedData | None, data: Data)
     folder = source.tokenizer_folder
     if source.from_scratch and not source.tokenizer_asked:
         folder = data.tokenizer_folder() or (named.tokenizer.folder if named else folder)
-    if folder is not None:
-        json_if_there(folder / "tokenizer.json")  # a torn file is refused now, and not when the run has ended
     return folder, _exported_templates(data.train, folder)
 
 
