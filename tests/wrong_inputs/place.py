@@ -21,7 +21,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
 HEADER = {"type": "header", "schema": 1, "options": {"name": "x"}}
 TRAIN = {"type": "train", "step": 1, "loss": 2.0}
-DEEP = "[" * 1500
+DEEP = "[" * 100_000
 
 # What config.json says in model folders without weights.
 CONFIGS: dict[str, Any] = {
