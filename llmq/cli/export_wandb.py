@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,14 +24,12 @@ from llmq.cli import shell
 @click.option("--entity", help="W&B user or team.  [default: yours]")
 @click.option("--run-id", help="W&B id of the run.  [default: made from the log; the same for every export of it]")
 @click.option("--offline", is_flag=True, help="Only into a local folder, for `wandb sync`; so does WANDB_MODE=offline.")
-def command(
-    log_file: str, project: str, name: str | None, entity: str | None, run_id: str | None, offline: bool
-) -> None:
+def command(log_file: str, **where: Any) -> None:
     """Sends a finished run's options, losses and speeds to Weights & Biases, each at its step."""
     # Imported here, so that --help does not wait for them.
     from llmq.report.wandb import export_wandb
 
-    done = export_wandb(Path(log_file), project=project, name=name, entity=entity, run_id=run_id, offline=offline)
+    done = export_wandb(Path(log_file), **where)
     steps = f"{done.num_steps} step{'' if done.num_steps == 1 else 's'}"
     if done.url:
         click.echo(f"{steps} sent to {done.url}")

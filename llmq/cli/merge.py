@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,7 +44,10 @@ from llmq.errors import UsageError
 )
 @click.option("--out-dir", required=True, type=shell.Home(), metavar="DIR", help="Folder for the merged model.")
 @click.option(
-    "--export-dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Dtype of its weights.  [default: the model's]"
+    "--export-dtype",
+    "dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Dtype of its weights.  [default: the model's]",
 )
 @click.option(
     "--base-dtype",
@@ -59,16 +63,7 @@ from llmq.errors import UsageError
 @click.option("--base-only", is_flag=True, help="Write what the adapters were trained on, without them.")
 @click.option("--overwrite", is_flag=True, help="Replace a model that is there.")
 def command(
-    model: str,
-    revision: str | None,
-    adapters: tuple[str, ...],
-    weights: tuple[float, ...],
-    out_dir: str,
-    export_dtype: str | None,
-    base_dtype: str | None,
-    model_dtype: str | None,
-    base_only: bool,
-    overwrite: bool,
+    model: str, revision: str | None, adapters: tuple[str, ...], weights: tuple[float, ...], out_dir: str, **how: Any
 ) -> None:
     """Adds what adapters change to the weights of their model, in fp32 and one tensor at a time, and writes the result.
 
@@ -84,16 +79,7 @@ def command(
 
     source = find_source(model, revision=revision, say=lambda text: click.echo(text, err=True))
     given = dict(zip(map(Path, adapters), weights or [1.0] * len(adapters), strict=True))
-    done = merge(
-        source,
-        given,
-        Path(out_dir),
-        dtype=export_dtype,
-        overwrite=overwrite,
-        base_dtype=base_dtype,
-        model_dtype=model_dtype,
-        base_only=base_only,
-    )
+    done = merge(source, given, Path(out_dir), **how)
     for note in done.notes:
         click.echo(note, err=True)
     if done.unties:

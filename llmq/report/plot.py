@@ -170,7 +170,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     loss, held_out, norm, rate, speed = panels
-    last = max(int(table["step"].max(initial=1)) for run in runs for table in (run.log.train, run.log.eval))
+    last = max(1, *(run.log.last_step for run in runs))
     for axes in panels:
         axes.set_xlim(0, last + 0.5 if last < 50 else last * 1.01)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -190,7 +190,8 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
         held_out.text(0.5, 0.5, "no evaluations", transform=held_out.transAxes, ha="center", color=FAINT)
         held_out.set_yticks([])
     plain: dict[str, Any] = {"va": "center", "parse_math": False}  # $ in a name is no formula
-    figure.text(0.012, 0.955, _title(runs), fontsize=14, fontweight="bold", **plain)
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", **plain)
     if len(runs) == 1:
         figure.text(0.012, 0.912, _summary(runs[0]), fontsize=9.5, color="#57606a", **plain)
     points = sum(run.loss.size for run in runs)
@@ -207,23 +208,17 @@ def _short(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def _title(runs: Sequence[Run]) -> str:
-    return runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-
-
 def _summary(run: Run) -> str:
     """One line: model, steps, last losses, speed."""
-    train, evals, model = run.log.train, run.log.eval, run.log.header.get("model")
+    log, model = run.log, run.log.header.get("model")
     parts = [str(model["path"])] if isinstance(model, dict) and model.get("path") else []
-    steps = int(max(train["step"].max(initial=0), evals["step"].max(initial=0)))
-    parts.append(f"{steps:,} step{'' if steps == 1 else 's'}")
-    for what, values in (("training loss", run.smooth), ("evaluation loss", evals["loss"])):
+    parts.append(f"{log.last_step:,} step{'' if log.last_step == 1 else 's'}")
+    for what, values in (("training loss", run.smooth), ("evaluation loss", log.eval["loss"])):
         finite = values[np.isfinite(values)]
         if finite.size:
             parts.append(f"{what} {finite[-1]:.4f}")
-    speeds = train["tps"][np.isfinite(train["tps"])]
-    if speeds.size:
-        parts.append(f"{np.median(speeds):,.0f} tokens/s")
+    if not math.isnan(log.tokens_per_second):
+        parts.append(f"{log.tokens_per_second:,.0f} tokens/s")
     return "   |   ".join(parts)
 
 

@@ -38,6 +38,17 @@ class Log:
         generic = self.path.stem in ("log", "train", "metrics")
         return str(named or (self.path.resolve().parent.name if generic else self.path.stem) or self.path.name)
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was trained or evaluated; 0 before the first."""
+        return int(max(self.train["step"].max(initial=0), self.eval["step"].max(initial=0)))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median step's; NaN where none is known."""
+        known = self.train["tps"][np.isfinite(self.train["tps"])]
+        return float(np.median(known)) if known.size else math.nan
+
 
 def find_log(run: Path) -> Path:
     """The log of a run: `run` itself if it is a file, else log.jsonl or the only .jsonl file in the folder."""

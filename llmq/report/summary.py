@@ -39,17 +39,15 @@ def summarize(logs: Sequence[Log], last_steps: int) -> list[Summary]:
 
 
 def _summary(log: Log, label: str, last_steps: int) -> Summary:
-    steps = int(max(log.train["step"].max(initial=0), log.eval["step"].max(initial=0)))
+    steps = log.last_step
 
     def late(table: dict[str, np.ndarray], counts: np.ndarray | bool = True) -> tuple[float, int]:
         values = table["loss"][(table["step"] > steps - last_steps) & counts]
         values = values[np.isfinite(values)]
         return (float(values.mean()) if values.size else math.nan), values.size
 
-    speeds = log.train["tps"][np.isfinite(log.train["tps"])]
-    speed = float(np.median(speeds)) if speeds.size else math.nan
     (train, train_count), (held_out, eval_count) = late(log.train), late(log.eval, log.eval_set == log.eval_set[-1:])
-    return Summary(label, steps, train, held_out, speed, train_count, eval_count)
+    return Summary(label, steps, train, held_out, log.tokens_per_second, train_count, eval_count)
 
 
 def table(runs: Sequence[Summary], last_steps: int) -> Table:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import written_runs
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.run import LogOptions
@@ -26,17 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_run(folder: Path, steps: int = 30, lost: tuple[int, ...] = (), name: str | None = None) -> Path:
-    log_options = LogOptions.model_validate({"name": name or folder.name, "log_file": str(folder / "log.jsonl")})
-    with RunLog(log_options, io.StringIO()) as log:
-        log.options({"name": log_options.name})
-        log.model("tinyllama")
-        log.begin()
-        for step in range(1, steps + 1):
-            loss = math.nan if step in lost else 2 + 5 / step
-            log.train(TrainRecord(step, step / 30, loss, 1.0 + step, 1e-4, 100.0, 512, 512, applied=step not in lost))
-            if step % 10 == 0:
-                log.evaluation(EvalRecord(step, step / 30, 2.5 + 5 / step, loss, 50.0, 512, 512))
-    return folder
+    losses = [math.nan if step in lost else 2 + 5 / step for step in range(1, steps + 1)]
+    evals = {step: 2.5 + 5 / step for step in range(10, steps + 1, 10)}
+    return written_runs.write_run(folder, losses, evals, name=name)
 
 
 @pytest.fixture

@@ -8,27 +8,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from written_runs import write_run
 
-from llmq.options.run import LogOptions
 from llmq.report.read import read_runs
 from llmq.report.summary import Summary, summarize, table
-from llmq.training.log import RunLog
-from llmq.training.records import EvalRecord, TrainRecord
-
-
-def write_run(
-    folder: Path, losses: list[float], evals: dict[int, float], seconds: float = 100.0, whole: int = 0
-) -> Path:
-    """A run with these training losses from step 1 on, and evaluation losses by step; of `whole` on more tokens."""
-    options = LogOptions.model_validate({"name": folder.name, "log_file": str(folder / "log.jsonl")})
-    with RunLog(options, io.StringIO()) as log:
-        log.options({"name": options.name})
-        log.begin()
-        for step, loss in enumerate(losses, 1):
-            log.train(TrainRecord(step, step / 9, loss, 1.0, 1e-4, seconds, 512, 512))
-            if step in evals:
-                log.evaluation(EvalRecord(step, step / 9, evals[step], loss, 50.0, 512, 512 if step != whole else 999))
-    return folder
 
 
 def shown(runs: list[Summary], last_steps: int) -> str:

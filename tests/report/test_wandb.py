@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import written_runs
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError, StorageError, UsageError
@@ -21,24 +22,16 @@ from llmq.options.run import LogOptions
 from llmq.report.read import read_log
 from llmq.report.wandb import default_run_id, export_wandb
 from llmq.training.log import RunLog
-from llmq.training.records import EvalRecord, TrainRecord
+from llmq.training.records import TrainRecord
 
 ROOT = Path(__file__).parents[2]
 
 
 def write_run(folder: Path, steps: int = 6) -> Path:
-    with RunLog(LogOptions(name="try", log_file=str(folder / "log.jsonl")), io.StringIO()) as log:
-        log.options({"name": "try", "learning_rate": 1e-5})
-        log.model("tinyllama", num_parameters=7)
-        log.begin()
-        for step in range(1, steps + 1):
-            loss = math.nan if step == 2 else 5 / step
-            log.train(TrainRecord(step, step / 6, loss, 1.0, 1e-4, 100.0, 512, 512, applied=step != 2))
-            if step % 3 == 0:
-                log.evaluation(EvalRecord(step, step / 6, 3.0 / step, loss, 50.0, 512, 512))
-        told = {"prompt": "Once\nupon", "text": " a time", "new_tokens": [1, 2], "end": "length"}
-        log.samples(3, [told, {"tokens": [4], "text": None, "new_tokens": [5], "end": "stop"}])
-        log.end("finished", eval_loss=0.5)
+    losses = [math.nan if step == 2 else 5 / step for step in range(1, steps + 1)]
+    text = {"prompt": "Once\nupon", "text": " a time", "new_tokens": [1, 2], "end": "length"}
+    samples = [text, {"tokens": [4], "text": None, "new_tokens": [5], "end": "stop"}]
+    written_runs.write_run(folder, losses, {3: 1.0, 6: 0.5}, name="try", samples=samples)
     return folder / "log.jsonl"
 
 
@@ -90,13 +83,8 @@ def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> N
     path = write_run(tmp_path)
     done = export_wandb(path, project="p", entity="team")
     (call,) = fake.calls
-    assert {k: call[k] for k in ("project", "entity", "name", "mode", "resume")} == {
-        "project": "p",
-        "entity": "team",
-        "name": "try",
-        "mode": "online",
-        "resume": "allow",
-    }
+    assert (call["project"], call["entity"], call["name"]) == ("p", "team", "try")
+    assert (call["mode"], call["resume"]) == ("online", "allow")
     assert call["config"]["learning_rate"] == 1e-5
     assert call["config"]["llmq"]["model"] == {"path": "tinyllama", "num_parameters": 7}
     run = fake.runs[call["id"]]
