@@ -6,6 +6,7 @@ algorithms timed then, which a capture could not do. The second time it is captu
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -372,6 +373,9 @@ class _Program:
         self._graph, self._runs = None, 0
 
     def _captured(self) -> Any:
+        # What is collected meanwhile may free memory of the GPU, which waits for a stream, and that ends a capture.
+        was_enabled = gc.isenabled()
+        gc.disable()
         self._main.begin_capture()
         try:
             self._launch()
@@ -379,6 +383,9 @@ class _Program:
             with suppress(runtime.CUDARuntimeError):  # the call that failed has ended the capture itself
                 self._main.end_capture()
             raise
+        finally:
+            if was_enabled:
+                gc.enable()
         graph = self._main.end_capture()
         graph.upload(self._main)
         return graph

@@ -276,7 +276,8 @@ def test_embedding_backward_of_as_many_tokens_as_there_may_be(count):
 @gpu
 def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
     """Blocks that list more positions than the shared memory of a small card holds write every place of scratch."""
-    monkeypatch.setattr(embedding, "shared_bytes_limit", lambda: launch.shared_bytes_limit(86))
+    small = launch.shared_bytes_limit(86)
+    monkeypatch.setattr(launch, "shared_bytes_limit", lambda card=None: small)
     count, c = 5_000, 8
     case = make("embedding_backward", replace(SIZES["odd"], b=1, t=count, c=c, v=2, vp=2))
     case.inputs["tokens"] = np.arange(count, dtype=np.int32)[None] % 2  # 2500 of each, and 2048 fit
