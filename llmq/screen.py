@@ -100,13 +100,7 @@ class Screen:
 
     def _started(self) -> Progress:
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         if self._bars is None:
             self._bars = Progress(

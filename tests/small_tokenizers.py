@@ -36,10 +36,7 @@ def _trained(pattern: str | None, digits: bool) -> str:
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     trainer = trainers.BpeTrainer(
-        vocab_size=420,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=420, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     # Twice with the lines joined otherwise, so that merges over white space and punctuation exist.
     tokenizer.train_from_iterator([SAMPLE * 3, SAMPLE.replace("\n", " \n "), SAMPLE.replace(" ", "\n")] * 3, trainer)

@@ -15,18 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden import families
-from golden.engines import (
-    BF16,
-    FP32,
-    FP64,
-    SCALINGS,
-    cosine,
-    engine_of,
-    fp8,
-    gradients,
-    parameters,
-    relative_errors,
-)
+from golden.engines import BF16, FP32, FP64, SCALINGS, cosine, engine_of, fp8, gradients, parameters, relative_errors
 from safetensors import safe_open
 from tiny_engines import next_logits
 
@@ -182,8 +171,7 @@ def test_bf16_gradients(family):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize(
-    "family",
-    [FEW[0], *(pytest.param(family, marks=pytest.mark.slow) for family in (*FEW[1:], "mistral", "qwen2"))],
+    "family", [FEW[0], *(pytest.param(family, marks=pytest.mark.slow) for family in (*FEW[1:], "mistral", "qwen2"))]
 )
 def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))

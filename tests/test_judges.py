@@ -14,17 +14,7 @@ pytest.importorskip("transformers", reason="the judges are torch and transformer
 import torch
 import transformers
 from golden import families, transformers_judge
-from golden.engines import (
-    BF16,
-    FP32,
-    FP64,
-    cosine,
-    engine_of,
-    gradients,
-    parameters,
-    relative_errors,
-    values_of,
-)
+from golden.engines import BF16, FP32, FP64, cosine, engine_of, gradients, parameters, relative_errors, values_of
 from ops.build import output, tensor
 from tiny_engines import next_logits
 

@@ -46,13 +46,7 @@ def merges(options: AdapterOptions) -> bool:
     return options.merge
 
 
-def first_values(
-    options: AdapterOptions,
-    adapters: Method,
-    source: ModelSource,
-    model: Values,
-    seed: int,
-) -> Values:
+def first_values(options: AdapterOptions, adapters: Method, source: ModelSource, model: Values, seed: int) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters. DataError,
     UsageError."""
     if options.adapter is not None:

@@ -220,7 +220,6 @@ def refusal(error: Exception) -> RefusedMemoryError | None:
     is_cuda = isinstance(error, runtime.CUDARuntimeError)
     if getattr(error, "status", None) == OUT_OF_MEMORY if is_cuda else REFUSALS.search(f"{error}"):
         return RefusedMemoryError(
-            f"the GPU refused memory to CUDA or one of its libraries ({error})",
-            free_bytes=int(runtime.memGetInfo()[0]),
+            f"the GPU refused memory to CUDA or one of its libraries ({error})", free_bytes=int(runtime.memGetInfo()[0])
         )
     return None

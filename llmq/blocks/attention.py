@@ -116,14 +116,7 @@ class Attention:
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        heads: Heads,
-        eps: float,
-        qkv: Site,
-        o: Site,
-        rotary: Rotary,
-        core: Core,
+        self, hidden_size: int, heads: Heads, eps: float, qkv: Site, o: Site, rotary: Rotary, core: Core
     ) -> None:
         self.c, self.heads, self.eps = hidden_size, heads, eps
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core

@@ -12,9 +12,7 @@ from llmq.cli import shell
 
 @shell.version_option
 @click.command(
-    "llmq-export-wandb",
-    context_settings=shell.SETTINGS,
-    epilog="Example: llmq-export-wandb --log-file runs/first",
+    "llmq-export-wandb", context_settings=shell.SETTINGS, epilog="Example: llmq-export-wandb --log-file runs/first"
 )
 @click.option(
     "--log-file", required=True, type=shell.Home(), metavar="LOG", help="The log, or the run folder that it is in."

@@ -40,12 +40,7 @@ class BoundPlan:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        backend: Backend,
-        *,
-        wrap: Callable[[str, Op], Op] | None = None,
-        poison: bool = False,
+        self, plan: Plan, backend: Backend, *, wrap: Callable[[str, Op], Op] | None = None, poison: bool = False
     ) -> None:
         self.plan = plan
         self._backend, self._poison, self._cells = backend, poison, plan.cells

@@ -84,12 +84,7 @@ class Speed:
         return 1e3 * statistics.median(self.seconds) * tokens / self.tokens_per_step
 
 
-def measure(
-    spec: Spec,
-    backend: Backend,
-    clock: Clock,
-    **run: Any,
-) -> Speed:
+def measure(spec: Spec, backend: Backend, clock: Clock, **run: Any) -> Speed:
     """Plans the training of a model and measures it; `run` as for `measure_plan`."""
     return measure_plan(make_plan(spec, backend.scratch_bytes), backend, clock, **run)
 

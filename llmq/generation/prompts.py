@@ -97,11 +97,7 @@ class PromptReader:
     """
 
     def __init__(
-        self,
-        tokenizer: TextTokenizer | None,
-        vocab_size: int,
-        chat_template: str | None = None,
-        num_virtual: int = 0,
+        self, tokenizer: TextTokenizer | None, vocab_size: int, chat_template: str | None = None, num_virtual: int = 0
     ) -> None:
         self._virtual = (VIRTUAL,) * num_virtual
         self._tokenizer, self._vocab_size, self._wanted = tokenizer, vocab_size, chat_template

@@ -25,12 +25,7 @@ _llama3 = partial(
     eos_token_ids=(128001,),
 )
 _qwen25 = partial(
-    ModelConfig,
-    "Qwen2ForCausalLM",
-    rope=RopeConfig(1e6),
-    qkv_bias=True,
-    bos_token_id=151643,
-    eos_token_ids=(151643,),
+    ModelConfig, "Qwen2ForCausalLM", rope=RopeConfig(1e6), qkv_bias=True, bos_token_id=151643, eos_token_ids=(151643,)
 )
 _qwen3 = partial(
     ModelConfig,

@@ -129,9 +129,7 @@ class AdapterOptions(Section):
         0.85, "Share of its uncertainty before that is kept in a step.", gt=0, lt=1
     )
     adalora_orth_reg: NonNegative | None = _of_adalora(
-        0.5,
-        "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.",
-        "orth_reg_weight",
+        0.5, "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.", "orth_reg_weight"
     )
     lora_plus_ratio: Float | None = option(
         None,

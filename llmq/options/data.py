@@ -90,15 +90,10 @@ class ModelOptions(Section):
 class DataOptions(Section):
     title = "Data"
     train_file: Paths | None = option(
-        None,
-        "Token files to train on: a path or glob; repeatable.",
-        metavar="GLOB",
-        shown="needed, or --data",
+        None, "Token files to train on: a path or glob; repeatable.", metavar="GLOB", shown="needed, or --data"
     )
     weight: Floats | None = option(
-        None,
-        "Share of the tokens from each --train-file or --data, in order; repeatable.",
-        metavar="WEIGHT",
+        None, "Share of the tokens from each --train-file or --data, in order; repeatable.", metavar="WEIGHT"
     )
     eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
     batch_size: Positive = option(4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch")
@@ -114,13 +109,7 @@ class DataOptions(Section):
         shown="4, or from --global-batch-size",
     )
     seq_len: Positive = option(
-        1024,
-        "Tokens per sequence.",
-        "seq_length",
-        "max_seq_length",
-        "block_size",
-        "sequence_len",
-        "cutoff_len",
+        1024, "Tokens per sequence.", "seq_length", "max_seq_length", "block_size", "sequence_len", "cutoff_len"
     )
     packing: Packing = option(
         None,

@@ -9,18 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from llmq.options.adapters import BaseDtype
 from llmq.options.data import Template
-from llmq.options.field import (
-    Count,
-    Float,
-    Int,
-    NonNegative,
-    Path,
-    Positive,
-    Section,
-    Text,
-    one_or_more,
-    option,
-)
+from llmq.options.field import Count, Float, Int, NonNegative, Path, Positive, Section, Text, one_or_more, option
 
 STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
 MOST_SAMPLES = 2**32 // STREAMS  # numbers have 32 bits
@@ -75,8 +64,7 @@ class GenerateOptions(Section):
         0.0, "Draw from tokens at least this times as likely as the most likely one; 0: all."
     )
     repetition_penalty: Annotated[Float, Field(gt=0)] = option(
-        1.0,
-        "Divide the positive logits of tokens that are there already by this, and multiply the others; 1: off.",
+        1.0, "Divide the positive logits of tokens that are there already by this, and multiply the others; 1: off."
     )
     seed: Annotated[Int, Field(ge=0)] = option(0, "Seed of what is drawn.")
     ignore_end: bool = option(False, "Go on after the model's end tokens, to --max-tokens.")

@@ -10,15 +10,7 @@ from typing import Any
 
 from llmq.adapters.method import SiteFacts
 from llmq.blocks.attention import Attention, DenseCore, Heads, Rotary
-from llmq.blocks.cached import (
-    CachedCore,
-    Penalized,
-    PromptCore,
-    Sampler,
-    Sampling,
-    Scored,
-    TokenHead,
-)
+from llmq.blocks.cached import CachedCore, Penalized, PromptCore, Sampler, Sampling, Scored, TokenHead
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import CrossEntropy, Head, LogitsReader
 from llmq.blocks.mlp import Mlp, Tiled

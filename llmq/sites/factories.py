@@ -15,7 +15,4 @@ def _plain(dtype: str) -> Factory:
 
 
 # by the dtype that a map multiplies in
-FACTORIES: dict[str, Factory] = {
-    "e4m3": Fp8Linear,
-    **{dtype: _plain(dtype) for dtype in ("bf16", "fp32", "fp64")},
-}
+FACTORIES: dict[str, Factory] = {"e4m3": Fp8Linear, **{dtype: _plain(dtype) for dtype in ("bf16", "fp32", "fp64")}}

@@ -39,16 +39,7 @@ class Frames:
     is kept whatever is recomputed.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        shared: dict[str, Frame],
-        b: int,
-        t: int,
-        hidden: int,
-        act: str,
-        stat: str,
-    ) -> None:
+    def __init__(self, model: Any, shared: dict[str, Frame], b: int, t: int, hidden: int, act: str, stat: str) -> None:
         self._dtypes = {"act": act, "stat": stat, "int32": "int32"}
         self._shared = shared
         res = Slot("res", (b, t, hidden), ("residual",))

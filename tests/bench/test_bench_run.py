@@ -55,13 +55,7 @@ def run(arguments):
 def test_the_command_prints_and_saves(shape, tmp_path, capsys):
     assert run([*shape, "--dtypes=fp32,e4m3", f"--save={tmp_path}/out.json"]) == 0
     told = capsys.readouterr().out
-    for part in (
-        "tokens/s (",
-        "of the speed of light",
-        "of the measured ceilings",
-        " planned, ",
-        "roofline ms",
-    ):
+    for part in ("tokens/s (", "of the speed of light", "of the measured ceilings", " planned, ", "roofline ms"):
         assert part in told, part
     assert "gaps" in told or "overlap" in told
     saved = json.loads((tmp_path / "out.json").read_text())

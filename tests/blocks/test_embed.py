@@ -4,20 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import (
-    BF16,
-    FP8,
-    FP32,
-    FP64,
-    arrays,
-    batch,
-    bits,
-    engine_of,
-    next_logits,
-    parameters,
-    plan_of,
-    tiny,
-)
+from tiny_engines import BF16, FP8, FP32, FP64, arrays, batch, bits, engine_of, next_logits, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch

@@ -2,20 +2,7 @@
 
 import numpy as np
 import pytest
-from tiny_engines import (
-    BF16,
-    EVERY,
-    FP8,
-    FP32,
-    FP64,
-    B,
-    batch,
-    bits,
-    engine_of,
-    plan_of,
-    tiny,
-    train_steps,
-)
+from tiny_engines import BF16, EVERY, FP8, FP32, FP64, B, batch, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine

@@ -36,13 +36,7 @@ IN_16_GIB = {
     "attn_bwd_chunks": 4,
     "seq_tiles": 4,
 }
-LONG = {
-    "recompute_block": True,
-    "offload_residual": True,
-    "deterministic": False,
-    "seq_tiles": 16,
-    "lmhead_chunks": 64,
-}
+LONG = {"recompute_block": True, "offload_residual": True, "deterministic": False, "seq_tiles": 16, "lmhead_chunks": 64}
 NF4 = {**LORA_E4M3, "base_dtype": "nf4"}
 IN_24_GIB = {
     **dict.fromkeys(("stream_weights", "offload_gradients", "offload_optimizer", "recompute_block"), True),

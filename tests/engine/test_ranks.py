@@ -49,10 +49,7 @@ RUNS = {
     ),
     "gains": Run(more={"adapters": Gains(_GAINS)}),
     "prefix": Run(more={"adapters": Prefix(3)}),
-    "prompt": Run(
-        memory=Memory(flags=frozenset({"recompute_block"})),
-        more={"adapters": Prompt(3, base="e4m3")},
-    ),
+    "prompt": Run(memory=Memory(flags=frozenset({"recompute_block"})), more={"adapters": Prompt(3, base="e4m3")}),
     "bf16": Run(),
     "fp8": Run(PRECISIONS["fp8-head"]),
     "fp8-current": Run(PRECISIONS["fp8-e5m2-current"]),

@@ -15,13 +15,7 @@ BLOCKS = Sizes(b=2, t=2 * attention.QUERY_BLOCK + 5, c=4, hq=4, hkv=2, hd=4, f=4
 
 
 def numbers(size, window, longest=None):
-    return {
-        "num_heads": size.hq,
-        "num_kv_heads": size.hkv,
-        "window": window,
-        "longest": longest,
-        "softmax_scale": 0.37,
-    }
+    return {"num_heads": size.hq, "num_kv_heads": size.hkv, "window": window, "longest": longest, "softmax_scale": 0.37}
 
 
 def forward(size, qkv, window):

@@ -329,8 +329,7 @@ def test_an_output_may_take_the_memory_of_its_input(op):
 
 @gpu
 @pytest.mark.parametrize(
-    ("op", "unwanted"),
-    [("cross_entropy", "d_logits"), ("rmsnorm_backward", "d_out"), ("rmsnorm_backward", "d_weight")],
+    ("op", "unwanted"), [("cross_entropy", "d_logits"), ("rmsnorm_backward", "d_out"), ("rmsnorm_backward", "d_weight")]
 )
 def test_an_unwanted_output_changes_no_other(op, unwanted):
     case = make(op, SIZES["large"])

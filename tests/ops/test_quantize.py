@@ -31,11 +31,7 @@ def copy_of(x, form, dtype="fp32"):
 
 def place_of_scale(form, row, column):
     """Where the scale of the number at (row, column) of the stored matrix lies."""
-    return {
-        "rowwise": (row,),
-        "blockwise": (column // 128, row),
-        "tilewise": (row // 128, column // 128),
-    }[form.scaling]
+    return {"rowwise": (row,), "blockwise": (column // 128, row), "tilewise": (row // 128, column // 128)}[form.scaling]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -95,11 +91,9 @@ def test_without_a_finite_maximum_a_scale_is_1_and_the_others_are_as_before(form
     right = copy_of(x, form)
     spoilt = x.copy()
     stored = spoilt.T if form.layout == "col" else spoilt
-    group = {
-        "rowwise": np.s_[130:131],
-        "blockwise": np.s_[130:131, 128:256],
-        "tilewise": np.s_[128:256, 128:256],
-    }[form.scaling]
+    group = {"rowwise": np.s_[130:131], "blockwise": np.s_[130:131, 128:256], "tilewise": np.s_[128:256, 128:256]}[
+        form.scaling
+    ]
     stored[group if broken == 0 else np.s_[130, 140]] = broken
     copy = copy_of(spoilt, form)
     at = place_of_scale(form, 130, 140)

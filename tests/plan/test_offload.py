@@ -35,8 +35,7 @@ STATES = ("master", "m", "v")
 SLOW = pytest.mark.sweep
 MARKS = {"fp8-e5m2-delayed": (), "bf16": pytest.mark.slow}  # by precision
 EVERY = pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, id=name, marks=MARKS.get(name, SLOW)) for name, p in PRECISIONS.items()],
+    "precision", [pytest.param(p, id=name, marks=MARKS.get(name, SLOW)) for name, p in PRECISIONS.items()]
 )
 RESIDUALS = Memory(("recompute_block",), offload=(RESIDUAL,))
 

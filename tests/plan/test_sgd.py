@@ -111,9 +111,7 @@ def test_the_update_in_backward_has_the_bits_of_the_usual_one():
 
 
 @pytest.mark.parametrize(
-    ("hyper", "wanted"),
-    [(HYPER, {"opt_m_dtype", "offload_optimizer"}), (PLAIN, set())],
-    ids=["momentum", "plain"],
+    ("hyper", "wanted"), [(HYPER, {"opt_m_dtype", "offload_optimizer"}), (PLAIN, set())], ids=["momentum", "plain"]
 )
 def test_remedies_are_of_what_it_keeps(hyper, wanted):
     spec = plan_of(FP32, None, CONFIG, hyper).spec

@@ -4,21 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import (
-    BF16,
-    FP8,
-    FP32,
-    FP64,
-    B,
-    T,
-    batch,
-    engine_of,
-    next_logits,
-    parameters,
-    plan_of,
-    spec_of,
-    tiny,
-)
+from tiny_engines import BF16, FP8, FP32, FP64, B, T, batch, engine_of, next_logits, parameters, plan_of, spec_of, tiny
 
 from llmq.adapters.virtual_tokens import VIRTUAL, Prefix, Prompt
 from llmq.backends.host import HostBackend

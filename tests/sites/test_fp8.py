@@ -41,21 +41,9 @@ def test_every_matmul_reads_its_operands_with_the_summed_axis_innermost(gradient
         return w.weight.as_form(Form("e4m3", layout, weight))
 
     assert [(call.op, tuple(result.ref for result in call.outputs), call.inputs) for call in ops.calls] == [
-        (
-            "linear_forward",
-            (y,),
-            (x.as_form(form("e4m3", "row")), of_weight("row"), w.bias, residual),
-        ),
-        (
-            "linear_dgrad",
-            (d_x,),
-            (d_y.as_form(form(gradient, "row")), of_weight("col"), None),
-        ),
-        (
-            "linear_wgrad",
-            (dw.weight,),
-            (d_y.as_form(form(gradient, "col")), x.as_form(form("e4m3", "col"))),
-        ),
+        ("linear_forward", (y,), (x.as_form(form("e4m3", "row")), of_weight("row"), w.bias, residual)),
+        ("linear_dgrad", (d_x,), (d_y.as_form(form(gradient, "row")), of_weight("col"), None)),
+        ("linear_wgrad", (dw.weight,), (d_y.as_form(form(gradient, "col")), x.as_form(form("e4m3", "col")))),
         ("bias_backward", (dw.bias,), (d_y.as_form(COLSUM),)),
     ]
 

@@ -268,13 +268,7 @@ def test_an_estimate_takes_the_first(capsys, model):
     assert code == 0 and "1 is taken:" in said.out and "within --memory-limit" in said.out
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     again = first[first.index("--") :].split()
-    code, plain = estimated(
-        capsys,
-        model,
-        "--gpu=RTX 4090",
-        limit,
-        *again,
-    )
+    code, plain = estimated(capsys, model, "--gpu=RTX 4090", limit, *again)
     assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
 
 

@@ -85,8 +85,7 @@ def planned(model, flags, seq_len, tokens, limit=None):
 
 
 @pytest.mark.parametrize(
-    "must",
-    [pytest.param(one, id=one.start, marks=SWEEP if one.start in LONGEST else SLOW) for one in ROWS],
+    "must", [pytest.param(one, id=one.start, marks=SWEEP if one.start in LONGEST else SLOW) for one in ROWS]
 )
 def test_a_plan_is_inside_its_limits_and_the_page_says_what_it_takes(must):
     (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {must.start}") and line.count("|") == 7]

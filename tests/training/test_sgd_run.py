@@ -31,10 +31,7 @@ def test_the_table_of_memory_names_momentum_if_there_is_any(given):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"optimizer": "sgd", "beta_1": 0.9},
-            "--beta-1 0.9 is for --optimizer adamw, but --optimizer is sgd",
-        ),
+        ({"optimizer": "sgd", "beta_1": 0.9}, "--beta-1 0.9 is for --optimizer adamw, but --optimizer is sgd"),
         (
             {"momentum": 0.9, "nesterov": True},
             "--momentum 0.9 is for --optimizer sgd, .*--nesterov is for --optimizer sgd",

@@ -178,10 +178,7 @@ def test_python_is_told_that_the_command_starts_processes(given, options, said):
     ("changes", "said"),
     [
         ({"seq_len": 8}, r"--seq-len 8 \(16\): start all"),
-        (
-            {"zero_level": 3, "reduce_dtype": "bf16"},
-            r"--zero-level 3 \(1\), --reduce-dtype bf16 \(not set\): st",
-        ),
+        ({"zero_level": 3, "reduce_dtype": "bf16"}, r"--zero-level 3 \(1\), --reduce-dtype bf16 \(not set\): st"),
     ],
 )
 def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):

@@ -59,9 +59,7 @@ class Found:
     def known(self, options: EncodeOptions) -> EncodeOptions:
         """The options with what is known of a named set, where they leave it open."""
         return replace(
-            options,
-            data_format=options.data_format or self.data_format,
-            mapping=options.mapping or self.mapping,
+            options, data_format=options.data_format or self.data_format, mapping=options.mapping or self.mapping
         )
 
     def identity(self) -> Any:

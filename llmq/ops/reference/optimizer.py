@@ -208,12 +208,7 @@ def sgd(
 
 
 def _write_master(
-    new_master: Output,
-    weight: Output,
-    master: Tensor,
-    updated: np.ndarray,
-    piece: tuple[int, int],
-    *address: int,
+    new_master: Output, weight: Output, master: Tensor, updated: np.ndarray, piece: tuple[int, int], *address: int
 ) -> None:
     """Rows (start, count) of a master and the copies of its weight, or of one that is held in 8 bits alone."""
     if master.form is None:

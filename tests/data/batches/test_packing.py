@@ -208,10 +208,7 @@ def test_every_document_is_in_one_pack_within_its_limits(
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    counts=st.dictionaries(st.integers(1, 60), st.integers(1, 500), max_size=12),
-    max_docs=st.integers(1, 20),
-)
+@given(counts=st.dictionaries(st.integers(1, 60), st.integers(1, 500), max_size=12), max_docs=st.integers(1, 20))
 def test_fillings_use_each_class_up(counts: dict[int, int], max_docs: int) -> None:
     histogram = np.zeros(61, np.int64)
     histogram[list(counts)] = list(counts.values())

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 from small_tokenizers import sidecar
 
-from llmq.data.tokens.sidecar import (
-    Sidecar,
-    copy_tokenizer,
-    sidecar_name,
-    tokenizer_folder,
-    tokenizer_hash,
-)
+from llmq.data.tokens.sidecar import Sidecar, copy_tokenizer, sidecar_name, tokenizer_folder, tokenizer_hash
 from llmq.errors import DataError
 
 

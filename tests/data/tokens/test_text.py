@@ -61,11 +61,7 @@ def test_pieces_tokenize_like_the_whole(
 
 def test_long_text_is_cut_into_pieces_of_bounded_size(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    for content in (
-        "some words and lines\n" * 20_000,
-        "\u4e2d\u6587\n" * 80_000,
-        '{\n\t"a": 10,\r\n\n' * 50_000,
-    ):
+    for content in ("some words and lines\n" * 20_000, "\u4e2d\u6587\n" * 80_000, '{\n\t"a": 10,\r\n\n' * 50_000):
         path.write_text(content)
         sizes = [len(piece.encode()) for piece in pieces(Document(path, 0, path.stat().st_size), cut=True)]
         assert len(sizes) > 5 and max(sizes) < 1.1 * text.BLOCK_BYTES
