@@ -10,7 +10,6 @@ METHODS = {
     "dora": {"lora_rank": 4, "dora": True},
     "pissa": {"lora_rank": 4, "lora_init": "pissa"},
     "olora": {"lora_rank": 4, "lora_init": "olora", "rslora": True},
-    "auto": {"lora_rank": "auto", "lora_budget": 2000},
     "adalora": {"lora_rank": 4, "adalora": True, "adalora_interval": 1},
     "full": {"lora_rank": 4, "lora_targets": "q_proj,v_proj", "train_also": "o_proj,norm"},
     "ia3": {"ia3": "k_proj,v_proj,down_proj"},

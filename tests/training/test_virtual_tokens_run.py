@@ -152,9 +152,7 @@ def test_a_prompt_begins_as_a_text(tmp_path):
         ).adapters
         low_rank = resolve(options, source.config)
         rows = low_rank.rows(parameter_rows(source.config), source.config)
-        return {row.name: value for row, value in first_values(options, low_rank, of, values, 0, {})(rows)}[
-            "embed.prompt"
-        ]
+        return {row.name: value for row, value in first_values(options, low_rank, of, values, 0)(rows)}["embed.prompt"]
 
     for count in (2, len(ids), 2 * len(ids) + 1):
         np.testing.assert_array_equal(prompt(count), embedding[(ids * 3)[:count]])
