@@ -53,7 +53,7 @@ class NonFiniteError(LlmqError):
 
 
 class WorldError(LlmqError):
-    """A rank of the run is missing, has ended or stands still: says which one, and where."""
+    """A rank of the run is missing, has ended or hangs: says which one, and where."""
 
     exit_code = 6
 

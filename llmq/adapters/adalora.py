@@ -97,7 +97,7 @@ class Budget:
         return step > self.last
 
     def count(self, step: int, triplets: int, adapters: int) -> int:
-        """How many of all `triplets` are kept after a step, of so many `adapters`."""
+        """How many of all `triplets` are kept after a step, of `adapters` in all."""
         target, rest = self.target_rank * adapters, 1 - (step - self.warmup) / (self.last - self.warmup)
         return int((triplets - target) * rest**3 + target)
 

@@ -19,7 +19,7 @@ from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 if TYPE_CHECKING:
     from llmq.adapters.adalora import Budget
 
-ALIGNED = 4  # the flags of a row begin at a multiple of so many, as kernels read 16 bytes at a time
+ALIGNED = 4  # the flags of a row begin at a multiple of this, as kernels read 16 bytes at a time
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
 
 

@@ -38,7 +38,7 @@ ReadTensor = Callable[[str], np.ndarray]  # a tensor of an adapter by its name w
 @dataclass(frozen=True)
 class SiteFacts:
     """Where sites of a method are: in which model, whose values and statistics have these dtypes, under which seed, and
-    in micro-batches of so many rows."""
+    in micro-batches of `batch_size` rows."""
 
     config: ModelConfig
     values: str
@@ -70,7 +70,7 @@ class Method:
 
     @classmethod
     def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Method | None:
-        """What the options ask for, if it is this, in a run of so many `steps` (0: unknown). UsageError."""
+        """What the options ask for, if it is this, in a run of `steps` (0: unknown). UsageError."""
         raise NotImplementedError
 
     @classmethod

@@ -60,7 +60,7 @@ def groups(launches: Sequence[Launch]) -> Iterator[Together]:
 
 
 class Needs(NamedTuple):
-    """What a plan asks of memory: persistent storages by name, and an arena of so many bytes in each home. That of the
+    """What a plan asks of memory: persistent storages by name, and the bytes of an arena in each home. That of the
     host is for ops to read and write `in_place`, or `write_combined`, where there is such a difference."""
 
     persistent: Mapping[str, Ref]

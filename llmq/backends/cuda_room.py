@@ -32,7 +32,7 @@ class DeviceRoom:
 
     def __init__(self, view: Callable[..., Any], start: int, num_bytes: int, stream: Any) -> None:
         self._view, self._next, self._end, self._stream = view, start, start + num_bytes, stream
-        self._slices: dict[int, int] = {}  # where slices of so many bytes lie
+        self._slices: dict[int, int] = {}  # where slices lie, by their bytes
         self._block: tuple[np.ndarray, Any] | None = None
 
     def rows_at_once(self, width: int) -> int:

@@ -1,6 +1,6 @@
 """A rank among the others: it joins the store, says where it is, hears who is lost, and then ends.
 
-A rank that is killed is noticed at once, one that is stopped or cut off by its silence, and one that stands still by
+A rank that is killed is noticed at once, one that is stopped or cut off by its silence, and one that hangs by
 the others, which wait for it in a later collective (llmq/comm/store.py judges). What may take long is announced: see
 `Membership.long`. The main thread of a rank may be stuck where no exception reaches it, so a thread ends the process.
 """

@@ -34,7 +34,7 @@ class TcpWorld:
     """This rank among those of the store at `host` and `port`, once all have come and are connected to each other.
 
     WorldError where they do not come within `deadline` seconds, or cannot be reached within CONNECT_S; later it names
-    the rank that was lost. A rank that stands still is not noticed here, but by the store (llmq/comm/store.py).
+    the rank that was lost. A rank that hangs is not noticed here, but by the store (llmq/comm/store.py).
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, token: str, deadline: float) -> None:

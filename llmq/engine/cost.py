@@ -52,7 +52,7 @@ class _Half:
     seconds: Mapping[str, float]
 
     def grown(self, more: _Half, layers: int) -> _Half:
-        """The numbers with so many further layers, of which `more` has one."""
+        """The numbers with `layers` more layers, of which `more` has one."""
 
         def grow(now: float, then: float) -> float:
             return now + layers * (then - now)
@@ -78,7 +78,7 @@ class Costs:
         self._whole: dict[Spec, Plan] = {}
 
     def of(self, spec: Spec, micro_steps: int) -> Cost:
-        """The cost of a step of so many micro-steps. UsageError for what no plan can do."""
+        """The cost of a step with `micro_steps`. UsageError for what no plan can do."""
         found = self._estimated(spec, micro_steps)
         if (whole := self._whole.get(spec)) is None:
             return found

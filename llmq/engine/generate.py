@@ -25,7 +25,7 @@ from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.tensor import stored_bytes
 
-Prompt = Sequence[int]  # with an adapter of virtual tokens, after so many times VIRTUAL
+Prompt = Sequence[int]  # with an adapter of virtual tokens, VIRTUAL for each of these first
 NO_LOSSES = np.zeros(0)
 
 

@@ -88,12 +88,12 @@ def sustained(card: Card) -> Rates | None:
 
 
 def micro_programs(micro_steps: int) -> list[str]:
-    """The programs of so many micro-steps, in order."""
+    """The programs of a step with `micro_steps`, in order."""
     return ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
 
 
 def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
-    """Seconds of an optimizer step of so many micro-steps."""
+    """Seconds of an optimizer step with `micro_steps`."""
     names = [*micro_programs(micro_steps), "update"]
     tokens = plan.spec.batch_size * plan.spec.seq_len
     seconds = {name: program_seconds(plan.programs[name], rates, tokens) for name in set(names)}
@@ -101,7 +101,7 @@ def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
 
 
 def predicted_rate(plan: Plan, card: Card | None, tokens_per_step: int) -> float | None:
-    """Tokens/s of all ranks in steps of so many; None for a card whose rates are not known, and for the CPU."""
+    """Tokens/s of all ranks in steps of `tokens_per_step`; None for a card whose rates are not known, and for the CPU."""
     rates = sustained(card) if card else None
     if rates is None:
         return None
@@ -111,7 +111,7 @@ def predicted_rate(plan: Plan, card: Card | None, tokens_per_step: int) -> float
 
 
 def program_seconds(program: Program, rates: Rates, tokens: int) -> float:
-    """Seconds of one program, whose micro-batch has so many tokens."""
+    """Seconds of one program, whose micro-batch has `tokens`."""
     ends: list[float] = []
     free: dict[str, float] = defaultdict(float)  # by lane, when its last call ends
     for call in program.calls:

@@ -49,7 +49,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Setting:
-    """Options that are added to those of a run, the spec with them, and what a step of so many `tokens` costs."""
+    """Options that are added to those of a run, the spec with them, and what a step of `tokens` costs."""
 
     changes: Changes
     cost: Cost
@@ -89,7 +89,7 @@ class Search:
         self._enough: Point | None = None  # on each axis, as far as the first that was found
 
     def best(self, alternatives: Sequence[Alternative], most: int, within_s: float = math.inf) -> list[Setting]:
-        """The fastest that fit in so many seconds, each of the next with less of the device."""
+        """The fastest that fit in these seconds, each of the next with less of the device."""
         limits = {"free_bytes": self.room.free_bytes, "free_host_bytes": self.room.host_bytes}
         with uncollected():
             found = fastest(self._boxes(alternatives), self._weighed, self._fits, **limits, within_s=within_s)

@@ -120,7 +120,7 @@ class AdapterOptions(Section):
     adalora_warmup: Int | None = _of_adalora(0, "First steps in which all ranks are kept.", "tinit", ge=0)
     adalora_final: Int | None = _of_adalora(0, "Last steps in which ranks stay as they are.", "tfinal", ge=0)
     adalora_interval: Int | None = _of_adalora(
-        10, "Choose ranks anew every so many steps between the two.", "deltaT", ge=1
+        10, "Choose ranks again every this many steps between the two.", "deltaT", ge=1
     )
     adalora_beta1: Float | None = _of_adalora(
         0.85, "Share of the sensitivity before that is kept in a step.", gt=0, lt=1
@@ -168,7 +168,7 @@ class AdapterOptions(Section):
     )
     prompt_tuning: Positive | None = option(
         None,
-        "Train the embeddings of so many virtual tokens before each document (prompt tuning), and keep the model "
+        "Train the embeddings of this many virtual tokens before each document (prompt tuning), and keep the model "
         "frozen. They count in --seq-len.",
         metavar="TOKENS",
     )
@@ -185,7 +185,7 @@ class AdapterOptions(Section):
     )
     prefix_tuning: Positive | None = option(
         None,
-        "Train the keys and values of so many virtual tokens before each document, in every layer (prefix tuning, "
+        "Train the keys and values of this many virtual tokens before each document, in every layer (prefix tuning, "
         "P-tuning v2), and keep the model frozen. They count in --seq-len.",
         metavar="TOKENS",
     )

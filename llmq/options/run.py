@@ -96,7 +96,7 @@ class CheckpointOptions(Section):
     )
     reset: Resets = option(
         None,
-        "What a resumed run starts anew, with commas: optimizer (moments at zero), data (its first sample; it may be "
+        "What a resumed run starts again, with commas: optimizer (moments at zero), data (its first sample; it may be "
         "other data), lr (the schedule, over the steps that are left).",
         shown="nothing",
         metavar="[optimizer,data,lr]",

@@ -18,9 +18,9 @@ from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref, stored_bytes
 
-SHARE = 4  # of the layers that a model has, an estimate is by one in so many
+SHARE = 4  # an estimate is by one in this many of the layers that a model has
 LEVELS = range(4)
-LEAST_LAYERS, MORE = 4, 2  # an estimate is by so many layers at least, and by two more
+LEAST_LAYERS, MORE = 4, 2  # an estimate is by at least this many layers, and by two more
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def name_of(sharding: Sharding) -> str:
 
 
 def needs_by_level(plan: Plan, scratch_bytes: Scratch, micro_steps: int) -> list[LevelNeeds]:
-    """What a rank needs at each level, and as `plan` has it, in steps of so many micro-steps."""
+    """What a rank needs at each level, and as `plan` has it, in steps of `micro_steps`."""
     found = [_planned(plan, micro_steps)]
     for level in LEVELS:
         sharding = at_level(plan.spec.sharding, level)
@@ -68,7 +68,7 @@ def _planned(plan: Plan, micro_steps: int) -> LevelNeeds:
 
 
 def sent_bytes(plan: Plan, micro_steps: int) -> int:
-    """Bytes that a rank sends in an optimizer step of so many micro-steps."""
+    """Bytes that a rank sends in an optimizer step of `micro_steps`."""
     names = ["first", *["middle"] * (micro_steps - 2), "last"] if micro_steps > 1 else ["only"]
     by_name = {
         name: sum(sent_by(call, plan.spec.sharding.size) for call in plan.programs[name].calls)

@@ -45,8 +45,8 @@ HOSTED = {
 class Memory:
     """Resolved: recompute flags that are on, chunks of the head and of the attention backward.
 
-    `drop` and `offload` name further slots that backward makes anew, or fetches from the host; `offload` may name
-    their roles, whose slots are made anew where they are dropped. `host` names the spaces of tensors that live on the
+    `drop` and `offload` name further slots that backward makes again, or fetches from the host; `offload` may name
+    their roles, whose slots are made again where they are dropped. `host` names the spaces of tensors that live on the
     host, of which about `piece_bytes` at a time are fetched; with `zero_copy` the update reads and writes them there.
     What lives there may be `write_combined`. `fused`: weights are updated in backward.
     The MLP works on the tokens of a micro-batch in `seq_tiles`. Without `persistent_quants` the e4m3 copies of weights

@@ -40,7 +40,7 @@ TILE_TOKENS = 2048  # of a tile or a chunk at least: products of fewer are slow,
 class Terms:
     """What remedies keep, and how far they go.
 
-    A step has so many `samples` on each rank, in micro-batches of one of `sizes`, whose work is cut into some of
+    A step has `samples` on each rank, in micro-batches of one of `sizes`, whose work is cut into some of
     `chunks`. `counts_steps`: the number of micro-batches is an option, and does not follow from that of all samples.
     The logits are cut by `gpu_bytes`. `auto_chunks`: attention's backward runs in as few chunks as fit, with no option
     for it. What is on the host leaves it only if that is where memory is missing (`may_undo`), and nothing goes there

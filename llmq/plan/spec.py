@@ -34,7 +34,7 @@ UNREGULARIZED = Regularization()
 
 @dataclass(frozen=True)
 class Completions:
-    """What a run writes after prompts while it trains: so many `sequences` at a time, of at most `length` tokens.
+    """What a run writes after prompts while it trains: `sequences` at a time, of at most `length` tokens.
 
     Prompts are read in rows of `row` tokens; `packed`: several in a row.
     """

@@ -19,7 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sample_order(places: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
-    """Which sample (n,) int64 in 0 .. num_samples - 1 stands at each of `places` (n,), counted through all epochs.
+    """Which sample (n,) int64 in 0 .. num_samples - 1 is at each of `places` (n,), counted through all epochs.
 
     Place p lies in epoch p // num_samples; each epoch of each seed has a permutation of its own.
     """

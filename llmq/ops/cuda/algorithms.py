@@ -95,7 +95,7 @@ def _choices(table: Mapping[str, Any]) -> dict[str, Choice]:
 
 
 def _read(path: Path, device: str) -> dict[str, Choice]:
-    """The table in a file; empty if there is none, or if it is damaged: then it is made anew."""
+    """The table in a file; empty if there is none, or if it is damaged: then it is made again."""
     try:
         content = json.loads(path.read_bytes())
         whole = content["device"] == device and content["digest"] == _digest(content["algorithms"])

@@ -6,7 +6,7 @@ decided per element. CuPy's own compilation is not used: it flushes subnormal nu
 does not see headers.
 
 Cubins lie in the folder `kernels` of the cache (`llmq/disk.py`), under names that hold a hash of their content: a
-damaged one is made anew. Where that folder takes none, they stay in memory until the process ends.
+damaged one is made again. Where that folder takes none, they stay in memory until the process ends.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Matrix:
 
     @property
     def key(self) -> str:
-        """As it stands in the key of a problem: `bf16T896`."""
+        """As the key of a problem has it: `bf16T896`."""
         return f"{self.dtype}{'NT'[self.transposed]}{self.ld}" + (f"*{self.scale}" if self.scale else "")
 
 

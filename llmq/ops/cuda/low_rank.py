@@ -17,7 +17,7 @@ THREADS, TOKENS, COLUMNS = 256, 64, 128  # low_rank.cu
 HALF_COLUMNS = 64  # swiglu_low_rank.cu
 IN_FLIGHT = 264  # blocks at least, if there is work for them: two to a multiprocessor of the largest GPUs
 TILES = 8  # of tokens to a block, whose sums are in registers
-STAGES = dict(zip(ONE_PASS, (4, 3), strict=True))  # of tiles in shared memory, of which every GPU has room for so many
+STAGES = dict(zip(ONE_PASS, (4, 3), strict=True))  # of tiles in shared memory, which every GPU has room for
 BLOCKS = dict(zip(ONE_PASS, (2, 1), strict=True))  # to a multiprocessor
 HALF_TILES = 4  # the same of swiglu_low_rank.cu
 HALF_STAGES = dict(zip(ONE_PASS, (3, 4), strict=True))  # or as many as there is room for
