@@ -101,7 +101,7 @@ def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
 
 
 def predicted_rate(plan: Plan, card: Card | None, tokens_per_step: int) -> float | None:
-    """Tokens/s of all ranks in steps of `tokens_per_step`; None for a card whose rates are not known, and for the CPU."""
+    """Tokens/s of all ranks in steps of `tokens_per_step`; None for the CPU and a card of unknown rates."""
     rates = sustained(card) if card else None
     if rates is None:
         return None
