@@ -292,16 +292,14 @@ def _pair(row: _Row) -> Pair:
 
 
 def _tokens(row: _Row, vocab_size: int) -> Tokens:
-    ids = _integers(row, "input_ids", row.get("input_ids"))
+    ids = _integers(row, "input_ids")
     if not ids.size:
         raise row.bad(f"{row.form.columns['input_ids']} is empty")
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
         at = int(np.argmax(outside))
         raise row.bad(f"token {at} has the id {ids[at]}, but the vocabulary has {vocab_size} ids (from 0)")
-    extra = {
-        name: _integers(row, name, row.get(name)) for name in ("labels", "attention_mask") if row.get(name) is not None
-    }
+    extra = {name: _integers(row, name) for name in ("labels", "attention_mask") if row.get(name) is not None}
     for name, values in extra.items():
         if len(values) != len(ids):
             raise row.bad(f"{name} has {len(values)} numbers for {len(ids)} tokens")
@@ -320,8 +318,9 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
     return Tokens(ids[seen].astype(np.int32), None if labels is None else (labels != IGNORED)[seen])
 
 
-def _integers(row: _Row, name: str, value: Any) -> np.ndarray:
-    """A list of integers (n,) int64."""
+def _integers(row: _Row, name: str) -> np.ndarray:
+    """A column that holds a list of integers (n,) int64."""
+    value = row.get(name)
     try:
         array = np.asarray(value if isinstance(value, list | np.ndarray) else None)
     except ValueError:  # lists in the list

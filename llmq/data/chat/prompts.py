@@ -32,10 +32,9 @@ def read_prompt_template(path: str) -> str:
     """The text of --prompt-template FILE; UsageError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--prompt-template {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--prompt-template {path} cannot be read: it is not UTF-8") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--prompt-template {path} cannot be read: {reason}") from None
 
 
 class PromptTemplate:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,12 +102,6 @@ def _fetched(url: str, way_out: str) -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             return response.read()
-    except urllib.error.HTTPError as error:
-        reason = f"HTTP {error.code} {error.reason}"
-    except urllib.error.URLError as error:
-        reason = str(error.reason)
-    except http.client.IncompleteRead as error:
-        reason = f"the connection ended after {len(error.partial)} bytes"
     except (http.client.HTTPException, OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
-    raise DataError(f"{url} cannot be fetched ({reason}): try again, {way_out}")
+        raise DataError(f"{url} cannot be fetched ({reason}): try again, {way_out}") from None

@@ -5,16 +5,15 @@ All are streams (see llmq/data/stream.py).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import numpy as np
 
+from llmq.data.rows.hub_data import HubFile
 from llmq.data.rows.records import Row
 from llmq.data.rows.row_files import RowFile
 from llmq.data.stream import START, Position, Stream
@@ -31,25 +30,7 @@ class RowSequence(Stream[Row], Protocol):
         ...
 
 
-class File(Protocol):
-    """A file of rows that may have to be fetched; `name` is how messages call it, `size` its bytes."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def is_here(self) -> bool: ...
-
-    def fetched(self) -> AbstractContextManager[RowFile]:
-        """The file on this machine, for as long as the context is open."""
-        ...
-
-    def identity(self) -> Any:
-        """What its rows depend on, as JSON."""
-        ...
+File = RowFile | HubFile  # one of this machine, or one that has to be fetched
 
 
 @dataclass(frozen=True)
@@ -195,23 +176,6 @@ class Mixed:
             block = draw.choice(len(self.parts), size=DRAWN_AT_ONCE, p=weights).tolist()
             yield from block[skipped:]
             skipped = max(skipped - DRAWN_AT_ONCE, 0)
-
-
-_SLICE = re.compile(r"(-?\d+%?)?:(-?\d+%?)?\]")
-
-
-def parsed_slice(text: str) -> tuple[str, tuple[str, str] | None]:
-    """A split's name and the borders after it, as in train[100:200] or train[:10%]; UsageError for anything else."""
-    name, bracket, rest = text.partition("[")
-    if not bracket:
-        return name, None
-    found = _SLICE.fullmatch(rest)
-    if not name or not found:
-        raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
-    for border in found.groups(""):
-        if border.endswith("%") and abs(int(border[:-1])) > 100:
-            raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
-    return name, (found[1] or "", found[2] or "")
 
 
 def sliced(files: Sequence[File], borders: tuple[str, str]) -> FileRows:

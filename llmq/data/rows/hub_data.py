@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-from llmq.data.rows.file_rows import parsed_slice
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens.cache import json_or_none, key_of
 from llmq.disk import cache_folder, write_whole
@@ -33,6 +32,7 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 _SPEC = re.compile(r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+(?:\[.*\])?))?")
+_SLICE = re.compile(r"(-?\d+%?)?:(-?\d+%?)?\]")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Layout = dict[str, dict[str, list[str]]]  # config -> split -> files
@@ -61,6 +61,20 @@ class HubSpec:
         return cls(name, revision or "main", config or None, split, borders)
 
 
+def parsed_slice(text: str) -> tuple[str, tuple[str, str] | None]:
+    """A split's name and the borders after it, as in train[100:200] or train[:10%]; UsageError for anything else."""
+    name, bracket, rest = text.partition("[")
+    if not bracket:
+        return name, None
+    found = _SLICE.fullmatch(rest)
+    if not name or not found:
+        raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
+    for border in found.groups(""):
+        if border.endswith("%") and abs(int(border[:-1])) > 100:
+            raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
+    return name, (found[1] or "", found[2] or "")
+
+
 @dataclass(frozen=True)
 class HubFile:
     """A file of a data set at a commit. With `streaming` it is on the disk only while it is read."""
@@ -77,11 +91,12 @@ class HubFile:
         return f"{self.repo}/{self.path}"
 
     def identity(self) -> Any:
+        """What its rows depend on, as JSON."""
         return ["hub", self.repo, self.commit, self.path]
 
     @contextmanager
     def fetched(self) -> Iterator[RowFile]:
-        """The file, from the hub library's cache or downloaded; the errors are those of llmq.files.hub."""
+        """The file on this machine while the context is open; the errors are those of llmq.files.hub."""
         if not self.streaming:
             folder = fetch(self.repo, self.commit, [self.path], {self.path: self.size}, "dataset")
             yield self._opened(folder / self.path)

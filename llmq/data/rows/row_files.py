@@ -1,4 +1,6 @@
-"""Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass with bounded memory from any row on.
+"""Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass from any row on.
+
+Memory is bounded, except that the text of an array is held whole.
 
 Every reader yields (row, Record or BadRow) for the wanted rows, where `row` counts from 0 and the place in messages
 from 1, and returns the number of rows of the file. Compressed files are decompressed as they are read.
@@ -28,19 +30,14 @@ SUFFIXES = {
 }  # fmt: skip
 COMPRESSIONS = (".gz", ".zst")
 MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
+MAX_JSON_BYTES = 1 << 32  # of an array, decompressed
 BLOCK_BYTES = 1 << 20
 PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
 PARQUET_BYTES = 1 << 25  # by the mean of their row group
-LONGEST_MARK = 16  # characters: an escape, or a word such as false or -Infinity
 BOM = b"\xef\xbb\xbf"
 
 Wanted = Callable[[int], bool]
 Rows = Generator[tuple[int, Row], None, int]
-
-
-def every(row: int) -> bool:
-    """All rows are wanted."""
-    return True
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class RowFile:
         """What its rows depend on, as JSON."""
         return [self.kind, self.delimiter, content_hash(self.path)]
 
-    def rows(self, start: int = 0, wanted: Wanted = every) -> Rows:
+    def rows(self, start: int = 0, wanted: Wanted = lambda row: True) -> Rows:
         """The wanted rows from row `start` on; DataError where the file itself cannot be read."""
         return (_read_parquet if self.kind == "parquet" else _read_text)(self, start, wanted)
 
@@ -209,80 +206,56 @@ _WHITE = re.compile(r"[ \t\n\r]*")
 
 
 def _json_values(file: RowFile, opened: BinaryIO) -> Iterator[tuple[Any, bool]]:
-    """The objects of an array, and whether each has escapes. After what is not JSON no next row can be found."""
-    text, row = _JsonText(file, opened), 0
-    if text.next() != "[":
+    """The objects of an array, and whether each has escapes. After what is not JSON no next row can be found.
+
+    The text is in memory as a whole, but only one of its rows as objects, which are several times larger.
+    """
+    text, row = _whole_text(file, opened), 0
+
+    def mark(at: int) -> tuple[str, int]:
+        """The next character that is not white space, or nothing at the end, and where it is."""
+        at = cast(re.Match[str], _WHITE.match(text, at)).end()
+        return text[at : at + 1], at
+
+    opening, at = mark(0)
+    if opening != "[":
         raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
-    text.at += 1
-    mark = text.next()
-    while mark != "]" or row:
-        yield text.value(row)
-        mark = text.next()
-        if mark not in (",", "]"):
-            raise DataError(
-                f"{file.place(row)}: no comma or closing bracket after the row, but "
-                f"{f'{mark!r}' if mark else 'the end of the file'}: fix the file"
-            )
-        if mark == "]":
-            break
-        text.at += 1
-        row += 1
-    text.at += 1
-    if rest := text.next():
+    following, at = mark(at + 1)
+    while following != "]":
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, at)
+        except RecursionError:
+            raise DataError(f"{file.place(row)}: nested too deeply: fix the row") from None
+        except ValueError as error:  # with line and column
+            raise DataError(f"{file.place(row)}: not JSON ({error}): fix the row") from None
+        if end - at > MAX_ROW_BYTES:
+            raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} characters: fix or split it")
+        yield value, text.find("\\u", at, end) >= 0
+        following, at = mark(end)
+        if following == ",":
+            _, at = mark(at + 1)
+            row += 1
+        elif following != "]":
+            what = repr(following) if following else "the end of the file"
+            raise DataError(f"{file.place(row)}: no comma or closing bracket after the row, but {what}: fix the file")
+    if rest := mark(at + 1)[0]:
         raise DataError(f"{file.name}: {rest!r} after the array's end: fix the file")
 
 
-class _JsonText:
-    """Text of a file, of which only the part that is being decoded is in memory."""
-
-    def __init__(self, file: RowFile, opened: BinaryIO) -> None:
-        self.file, self.opened = file, io.TextIOWrapper(opened, "utf-8", newline="")
-        self.text, self.at = "", 0
-        self.row: int | None = None
-
-    def _more(self) -> bool:
-        place = self.file.name if self.row is None else self.file.place(self.row)
-        try:
-            block = self.opened.read(max(BLOCK_BYTES, len(self.text) - self.at))
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise DataError(f"{place} or after it: not UTF-8, with a byte 0x{byte:02x} ({error.reason})") from None
-        self.text, self.at = self.text[self.at :] + block, 0
-        if len(self.text) > 2 * MAX_ROW_BYTES:
-            raise DataError(f"{place}: the row is longer than {MAX_ROW_BYTES} characters: fix or split it")
-        return bool(block)
-
-    def next(self) -> str:
-        """The next character that is not white space, or nothing at the end."""
-        while True:
-            self.at = cast(re.Match[str], _WHITE.match(self.text, self.at)).end()
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self._more():
-                return ""
-
-    def value(self, row: int) -> tuple[Any, bool]:
-        """The JSON value that comes next, and whether it has escapes."""
-        self.row = row
-        self.next()
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
-            except RecursionError:
-                raise DataError(f"{self.file.place(row)}: nested too deeply: fix the row") from None
-            except ValueError as error:
-                # Only near the end of what has been read, or in a text that has no end there, may the rest be missing.
-                place = error.pos if isinstance(error, json.JSONDecodeError) else 0
-                said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                cut = "Unterminated" in said or place > len(self.text) - LONGEST_MARK
-                if cut and self._more():
-                    continue
-                raise DataError(f"{self.file.place(row)}: not JSON ({said}): fix the row") from None
-            if end == len(self.text) and self._more():  # a number may continue
-                continue
-            escaped = self.text.find("\\u", self.at, end) >= 0
-            self.at = end
-            return value, escaped
+def _whole_text(file: RowFile, opened: BinaryIO) -> str:
+    content = bytearray()
+    while block := opened.read(BLOCK_BYTES):
+        content += block
+        if len(content) > MAX_JSON_BYTES:
+            raise DataError(
+                f"{file.name}: an array of more than {MAX_JSON_BYTES} bytes, which would be in memory as a whole: make "
+                "a .jsonl file of it, with a row a line (jq -c '.[]')"
+            )
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise DataError(f"{file.name}: not UTF-8: byte {error.start} is 0x{byte:02x} ({error.reason})") from None
 
 
 def _csv_records(file: RowFile, opened: BinaryIO) -> Iterator[tuple[list[str], list[str]]]:

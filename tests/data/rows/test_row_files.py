@@ -166,13 +166,13 @@ def test_a_bad_row_of_parquet(tmp_path: Path) -> None:
     [
         ("a.json", b'{"a": 1}', "a.json: not an array of rows"),
         ("a.json", b"", "a.json: not an array of rows"),
-        ("a.json", b'[{"a": 1}, {"a": ]', "a.json:2: not JSON"),
+        ("a.json", b'[{"a": 1},\n {"a": ]', r"a.json:2: not JSON \(Expecting value: line 2 column 8"),
         ("a.json", b'[{"a": 1}, {"a": "x', "a.json:2: not JSON .*Unterminated"),
         ("a.json", b'[{"a": 1}', "a.json:1: no comma or closing bracket after the row, but the end of the file"),
         ("a.json", b'[{"a": 1} 3]', "a.json:1: no comma or closing bracket after the row, but '3'"),
         ("a.json", b'[{"a": 1},]', "a.json:2: not JSON"),
         ("a.json", b'[{"a": 1}] x', "a.json: 'x' after the array's end"),
-        ("a.json", b'[{"a": 1}, {"a": "\xe9"}]', "a.json.*not UTF-8, with a byte 0xe9"),
+        ("a.json", b'[{"a": 1}, {"a": "\xe9"}]', "a.json: not UTF-8: byte 18 is 0xe9"),
         ("a.json", b"[" + b"[" * 100_000, "a.json:1: nested too deeply"),
         ("a.csv", b"a,a\n1,2\n", "'a' appears twice"),
         ("a.csv", b"\n1,2\n", "it is empty"),
@@ -223,6 +223,13 @@ def test_rows_of_any_length_are_refused_before_they_fill_the_memory(tmp_path: Pa
         rows_of(tmp_path / "a.csv")
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
+
+
+def test_an_array_too_large_for_the_memory_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(row_files, "MAX_JSON_BYTES", 1000)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(as_json(ROWS)))
+    with pytest.raises(DataError, match=r"a\.json\.gz: an array of more than 1000 bytes, .* a \.jsonl file of it"):
+        rows_of(tmp_path / "a.json.gz")
 
 
 def test_csv_rows_of_the_longest_length_are_read(tmp_path: Path, monkeypatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, parsed_slice, sliced, train_test_order
+from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, sliced, train_test_order
+from llmq.data.rows.hub_data import parsed_slice
 from llmq.data.rows.records import Record
 from llmq.data.rows.row_files import RowFile
 from llmq.data.stream import START, Position
