@@ -170,7 +170,7 @@ def _config(spec: HubSpec, configs: Layout, default: str | None) -> str:
 
 def _listing(name: str, revision: str) -> dict[str, Any]:
     """Commit, files with sizes, and the configs that the data set's card names."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, errors
 
     note = cache_folder("hub") / f"{key_of([constants.ENDPOINT, name, revision])}.json"
     known = json_or_none(note)
@@ -181,9 +181,15 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
             f"{name} was not used before (no notes in {note.parent}), and HF_HUB_OFFLINE forbids looking it up: "
             "unset it, or give a local path"
         )
-    look = partial(HfApi().dataset_info, name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
-    if revision == CONVERTED:
-        look = partial(_converted_info, name, look)
+
+    def look() -> Any:
+        try:
+            return HfApi().dataset_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+        except errors.RevisionNotFoundError:
+            if revision != CONVERTED:
+                raise
+            return None
+
     info = ask(name, revision, "", look, "dataset")
     if info is None:
         raise DataError(
@@ -202,15 +208,6 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
     }
     write_whole(note, json.dumps(listing).encode())
     return listing
-
-
-def _converted_info(name: str, look: Any) -> Any:
-    from huggingface_hub import errors
-
-    try:
-        return look()
-    except errors.RevisionNotFoundError:
-        return None
 
 
 def layout(name: str, files: Mapping[str, int], configs: Sequence[Mapping[str, Any]]) -> Layout:
