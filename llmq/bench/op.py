@@ -16,9 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from llmq.backends import Backend
-from llmq.bench.ceilings import Ceilings, look_at
 from llmq.bench.configuration import Configuration, configurations, multiplied, shared
-from llmq.bench.ladder import CallWork, different_tokens, roofline_s, work_of
+from llmq.bench.ladder import CallWork, Ceilings, different_tokens, look_at, roofline_s, work_of
 from llmq.bench.results import show_machine
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import TIMED, cold_calls

@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import llmq
-from llmq.bench.ceilings import Machine
 from llmq.bench.configuration import Configuration, name_of
-from llmq.bench.ladder import Ladder
+from llmq.bench.ladder import Ladder, Machine
 from llmq.disk import shown, storage
 from llmq.engine.measure import Speed
 from llmq.engine.predict import predicted_rate
@@ -30,7 +29,7 @@ from llmq.hardware.cards import TERA
 from llmq.hardware.nvml import Reading
 from llmq.training.records import to_json
 
-KIND, SCHEMA = "llmq-bench", 2
+KIND, SCHEMA = "llmq-bench", 3
 SAVING = "name another place with --save"
 WIDEST = 1000  # characters of a table
 COLUMNS = (
@@ -61,7 +60,7 @@ def result_of(
         "deterministic": one.is_deterministic,
         "gpus": 1,
         "zero_level": None,
-        "communication": None,
+        "scaling": None,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "predicted_tokens_per_second": predicted_rate(plan, machine.where.card, speed.tokens_per_step),
         **spec.adapters.facts(),
@@ -135,7 +134,7 @@ def show_machine(console: Console, machine: Machine) -> None:
 
 def show(console: Console, result: Result) -> None:
     """Prints the speed of a configuration, the state of the device meanwhile, and the ladder."""
-    rate, memory, many = result["tokens_per_second"], result["memory"], result["communication"]
+    rate, memory, scaling = result["tokens_per_second"], result["memory"], result["scaling"]
     lines = [
         f"\n{name_of(result)}, {result['tokens_per_step']:,} tokens a step: {rate['median']:,.0f} tokens/s "
         f"({rate['min']:,.0f} to {rate['max']:,.0f} over {len(result['step_s'])} steps)",
@@ -144,18 +143,14 @@ def show(console: Console, result: Result) -> None:
     ]
     if predicted := _predicted(result):
         lines.append(f"  predicted: {predicted} tokens/s")
-    if many:
-        scaling = many["scaling"]
-        of_one = f"x{scaling:.3g} of one ({_percent(scaling / result['gpus'])})" if scaling else "too large for one GPU"
-        exposed = f"{many['exposed_ms']:.1f} ms of a step ({_percent(many['exposed_share'])})"
-        lines.append(f"  {result['gpus']} GPUs: {of_one}; communication, exposed: {exposed}")
+    if result["gpus"] > 1:
+        share = f"x{scaling:.3g} of one ({_percent(scaling / result['gpus'])})" if scaling else "too large for one GPU"
+        lines.append(f"  {result['gpus']} GPUs: {share}")
     seen = f", {shown(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
     lines.append(f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
     for line in [*lines, *(f"  {line}" for line in gpu_lines(result["gpu"]))]:
         say(console, line)
     _show_ladder(console, result)
-    if note := beyond(result):
-        say(console, note)
 
 
 def show_all(console: Console, results: Sequence[Result], wanted: Sequence[str]) -> None:
@@ -163,20 +158,6 @@ def show_all(console: Console, results: Sequence[Result], wanted: Sequence[str])
     _show_table(console, COLUMNS, [_cells(result) for result in results], texts=3)
     if absent := [name for name in wanted if name not in {name_of(result) for result in results}]:
         say(console, f"Too large for the memory that is free: {', '.join(absent)}")
-
-
-def beyond(result: Result) -> str:
-    """A note if a share is above 100%, which nothing can reach; empty if none is."""
-    shares = [result["sol"], result["ceiling_share"]]
-    reached = [rung["roofline_ms"] / rung["ms"] for rung in result["ladder"] if rung["ms"] > 0]
-    if max(shares) > 1:
-        return (
-            f"{name_of(result)} above 100%: the peaks were measured while other work took the machine; measure again "
-            "when it is idle"
-        )
-    if max(reached, default=0) > 1:
-        return f"{name_of(result)}: ops above 100% found their data in a cache, or the ceilings were measured too low"
-    return ""
 
 
 def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:

@@ -10,8 +10,7 @@ from fake_cuda import RTX_4090, FakeDriver
 from tiny_engines import FP8, FP32, plan_of, tiny
 
 from llmq.bench import op as bench_op
-from llmq.bench.ceilings import Ceilings
-from llmq.bench.ladder import CallWork
+from llmq.bench.ladder import CallWork, Ceilings
 from llmq.bench.op import OpCall, different_calls, one_layer
 from llmq.cli import bench, shell
 from llmq.engine.measure import Clock
@@ -68,7 +67,7 @@ def test_products_are_stated_in_flops_and_other_ops_in_bytes():
 
 def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
     monkeypatch.setattr(
-        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
+        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
     )
     assert run("linear_*", *shape, "--dtypes=bf16,e4m3", "--fp8-scaling=current") == 0
     told = capsys.readouterr().out
@@ -80,7 +79,7 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
 def test_what_is_timed_shows_how_far_it_is(shape, capsys, monkeypatch):
     """On stderr, where rows go elsewhere; rows stay as they are."""
     monkeypatch.setattr(
-        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
+        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
     )
     told = []
 
@@ -100,7 +99,7 @@ def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
     clocks = []
     monkeypatch.setattr("llmq.bench.configuration.CudaClock", lambda: clocks.append(Clock()) or clocks[0])
     monkeypatch.setattr(
-        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
+        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
     )
     assert run("swiglu_*", *shape[:-1]) == 0
     told = capsys.readouterr().out
@@ -109,7 +108,7 @@ def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
 
 
 def test_the_list_measures_nothing(shape, capsys, monkeypatch):
-    monkeypatch.setattr("llmq.bench.ceilings.measure_ceilings", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda *a: pytest.fail("measured"))
     assert run("--list", *shape) == 0
     told = capsys.readouterr().out.splitlines()
     assert "swiglu_forward | 2x16x64 <- 2x16x128 | bf16 <- bf16 | 0.0" in told and len(told) == len(set(told))

@@ -10,8 +10,7 @@ from tiny_engines import tiny
 
 from llmq.bench import run as bench_run
 from llmq.bench.configuration import Configuration
-from llmq.bench.ladder import COMPUTING
-from llmq.bench.measured import EXPOSED
+from llmq.bench.ladder import WHOLE
 from llmq.cli import bench, shell
 from llmq.comm.environment import Place
 from llmq.comm.launch import Group, run_group
@@ -26,7 +25,7 @@ from llmq.options.bench import BenchOptions
 def quick(monkeypatch):
     """The host's ceilings without half a second of products and copies."""
     monkeypatch.setattr(device, "measured_peak", lambda dtype: 1e11)
-    monkeypatch.setattr("llmq.bench.ceilings._host_copy", lambda: 1e10)
+    monkeypatch.setattr("llmq.bench.ladder._host_copy", lambda: 1e10)
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -52,23 +51,18 @@ def on_ranks(request, size=2):
 def test_one_then_all_at_every_level(shape, tmp_path, capsys):
     assert on_ranks(asked(shape, zero_levels=(1, 3), save=f"{tmp_path}/out.json")) == [None, None]
     told = capsys.readouterr().out
-    assert told.count("Measured ceilings") == 1 and "2 GPUs: x" in told and "communication, exposed: " in told
+    assert told.count("Measured ceilings") == 1 and "2 GPUs: x" in told
     assert "2x16 on 2 GPUs, level 3, 128 tokens a step" in told
     alone, first, third = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert (alone["gpus"], alone["zero_level"], alone["communication"]) == (1, None, None)
+    assert (alone["gpus"], alone["zero_level"], alone["scaling"]) == (1, None, None)
     assert [(one["gpus"], one["zero_level"]) for one in (first, third)] == [(2, 1), (2, 3)]
     assert alone["tokens_per_step"] == first["tokens_per_step"] == 128
     for one in (first, third):
-        found, step_ms = one["communication"], 1e3 * statistics.median(one["step_s"])
-        rate = one["tokens_per_second"]["median"]
-        assert found["scaling"] == pytest.approx(rate / alone["tokens_per_second"]["median"])
-        assert [rung["family"] for rung in one["ladder"]] == [COMPUTING, EXPOSED]
-        assert sum(rung["ms"] for rung in one["ladder"]) == pytest.approx(one["micro_batch_ms"])
-        assert one["gaps_ms"] == pytest.approx(0, abs=1e-9)
+        step_ms, rate = 1e3 * statistics.median(one["step_s"]), one["tokens_per_second"]["median"]
+        assert one["scaling"] == pytest.approx(rate / alone["tokens_per_second"]["median"])
         # a step of 128 tokens is two micro-batches of 32 on each of two ranks
-        assert one["micro_batch_ms"] == pytest.approx(step_ms / 2)
-        share = found["exposed_share"] * one["micro_batch_ms"]
-        assert one["ladder"][1]["ms"] == pytest.approx(share, abs=1e-9)
+        assert one["micro_batch_ms"] == pytest.approx(step_ms / 2) and one["gaps_ms"] == pytest.approx(0, abs=1e-9)
+        assert [(rung["family"], rung["ms"]) for rung in one["ladder"]] == [(WHOLE, one["micro_batch_ms"])]
 
 
 @pytest.mark.slow
@@ -114,7 +108,7 @@ def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, ca
     refusing(monkeypatch, 1, 0)
     assert on_ranks(asked(shape, save=f"{tmp_path}/out.json")) == [None, None]
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert found["gpus"] == 2 and found["communication"]["scaling"] is None
+    assert found["gpus"] == 2 and found["scaling"] is None
     assert "too large for one GPU" in capsys.readouterr().out
 
 

@@ -10,9 +10,8 @@ from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.bench import results as bench_results
-from llmq.bench.ceilings import Ceilings, Machine
 from llmq.bench.configuration import Configuration
-from llmq.bench.ladder import Ladder, Rung
+from llmq.bench.ladder import Ceilings, Ladder, Machine, Rung
 from llmq.bench.results import document, gpu_during, result_of, save
 from llmq.engine.measure import Speed
 from llmq.errors import StorageError
@@ -96,22 +95,6 @@ def test_a_file_comes_back_as_it_was(tmp_path):
 def test_tenants_are_told(others, says):
     assert any(line.startswith(says) for line in bench_results.gpu_lines(result(others=others)["gpu"]))
     assert bench_results.gpu_lines(result(readings=())["gpu"]) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"sol": 1.01}, "the peaks were measured while other work took the machine"),
-        ({"ceiling_share": 1.01}, "the peaks were measured while other work took the machine"),
-        ({"ladder": [{**result()["ladder"][0], "roofline_ms": 50.0}]}, "found their data in a cache"),
-    ],
-)
-def test_more_than_what_can_be_is_told(change, says):
-    console = Console(file=io.StringIO(), width=200)
-    found = content({**result(), **change})
-    bench_results.show(console, found["results"][0])
-    assert says in console.file.getvalue() and "m fp32 2x16" in console.file.getvalue()
-    assert bench_results.beyond(result()) == ""
 
 
 def test_a_step_faster_than_its_ops_overlaps():

@@ -11,10 +11,10 @@ from tiny_engines import tiny
 
 from llmq.backends.host import HostBackend
 from llmq.bench import configuration
-from llmq.bench import measured as bench_measured
-from llmq.bench.ceilings import Ceilings, Machine
+from llmq.bench import run as bench_run
 from llmq.bench.configuration import Configuration, configurations
-from llmq.bench.measured import measured, tokens_in_time
+from llmq.bench.ladder import Ceilings, Machine
+from llmq.bench.run import measured, tokens_in_time
 from llmq.cli import bench, shell
 from llmq.disk import size_bytes
 from llmq.engine.measure import paced
@@ -45,7 +45,7 @@ def shape(tmp_path):
 def quick(monkeypatch):
     """The host's ceilings without half a second of products and copies."""
     monkeypatch.setattr(device, "measured_peak", lambda dtype: 1e11)
-    monkeypatch.setattr("llmq.bench.ceilings._host_copy", lambda: 1e10)
+    monkeypatch.setattr("llmq.bench.ladder._host_copy", lambda: 1e10)
 
 
 def run(arguments):
@@ -59,7 +59,7 @@ def test_the_command_prints_and_saves(shape, tmp_path, capsys):
         assert part in told, part
     assert "gaps" in told or "overlap" in told
     saved = json.loads((tmp_path / "out.json").read_text())
-    assert saved["command"].startswith(f"llmq-bench --models={tmp_path} ") and saved["schema"] == 2
+    assert saved["command"].startswith(f"llmq-bench --models={tmp_path} ") and saved["schema"] == 3
     assert saved["ceilings"] == {"flops": dict.fromkeys(("bf16", "e4m3", "fp32"), 1e11), "bytes_per_s": 1e10}
     first, second = saved["results"]
     assert (first["dtype"], second["dtype"]) == ("fp32", "e4m3") and first["precision"]["m"] == "fp32"
@@ -98,9 +98,9 @@ def test_single_ops_need_not_be_timed(shape, tmp_path, capsys):
     assert run([*shape, "--no-single-ops", f"--save={tmp_path}/out.json"]) == 0
     (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
     (rung,) = result["ladder"]
-    assert rung["family"] == "computing" and rung["ms"] == result["micro_batch_ms"] > rung["roofline_ms"] > 0
+    assert rung["family"] == "all ops" and rung["ms"] == result["micro_batch_ms"] > rung["roofline_ms"] > 0
     assert result["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not result["gaps_ms"]
-    assert "computing" in capsys.readouterr().out
+    assert "all ops" in capsys.readouterr().out
 
 
 def test_several_batch_sizes_end_in_one_table(shape, tmp_path, capsys):
@@ -161,7 +161,7 @@ def test_bad_input_is_one_message(arguments, code, says, tmp_path, capsys, monke
 
 
 def test_a_place_that_takes_no_file_is_told_before_anything_is_measured(shape, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmq.bench.ceilings.measure_ceilings", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda *a: pytest.fail("measured"))
     for place, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "out.json", "No such file or directory")):
         assert run([*shape, f"--save={place}"]) == StorageError.exit_code
         assert f"{place}: cannot be written ({why}): name another place" in " ".join(capsys.readouterr().err.split())
@@ -199,7 +199,7 @@ def card(monkeypatch):
         seen, now = [], [0.0]
         monkeypatch.setattr(device, "memory_bytes", lambda where: (2**37, 2**37))
         monkeypatch.setattr(configuration, "open_backend", lambda kind, **settings: None)
-        monkeypatch.setattr(bench_measured.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(bench_run.time, "perf_counter", lambda: now[0])
 
         def plan(one, backend):
             batch, facts = one.batch_size or batch_size, one.facts
@@ -217,7 +217,7 @@ def card(monkeypatch):
             return {"sol": share}
 
         monkeypatch.setattr(Configuration, "fitting_plan", plan)
-        monkeypatch.setattr(bench_measured, "measured_alone", measure)
+        monkeypatch.setattr(bench_run, "measured_alone", measure)
         return seen, now
 
     return pretend
@@ -285,9 +285,7 @@ def memory(monkeypatch, tmp_path):
             (tmp_path / name).mkdir(exist_ok=True)
             config = tiny(num_layers=1, hidden_size=hidden, head_dim=16)
             (tmp_path / name / "config.json").write_text(json.dumps(to_hf(config, "bf16")))
-        monkeypatch.setitem(
-            bench_measured.DEFAULTS, "cuda", replace(bench_measured.DEFAULTS["cuda"], models=tuple(names))
-        )
+        monkeypatch.setitem(bench_run.DEFAULTS, "cuda", replace(bench_run.DEFAULTS["cuda"], models=tuple(names)))
         real, seen = configuration.open_backend, []
 
         def open_backend(kind, **settings):
@@ -296,7 +294,7 @@ def memory(monkeypatch, tmp_path):
         monkeypatch.setattr(configuration, "open_backend", open_backend)
         monkeypatch.setattr(device, "memory_bytes", lambda where: (free, free))
         monkeypatch.setattr(
-            bench_measured, "measured_alone", lambda one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
+            bench_run, "measured_alone", lambda one, plan, *_: seen.append((one.model, plan)) or {"sol": 0.5}
         )
         return names, seen
 
@@ -376,10 +374,10 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
 
 def test_tokens_are_halved_until_they_are_measured_in_time():
     plan = SimpleNamespace(spec=SimpleNamespace(batch_size=4, seq_len=100))
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_measured.START_S + 40) == 4000
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_measured.START_S + 39) == 2000
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_measured.START_S + 9.9) == 800, "whole micro-batches"
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_measured.START_S + 3) is None
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 40) == 4000
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 39) == 2000
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 9.9) == 800, "whole micro-batches"
+    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 3) is None
 
 
 def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, capsys):
@@ -392,7 +390,7 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     monkeypatch.setattr(nvml, "num_others", lambda uuid: 2)
     monkeypatch.setattr(configuration, "CudaClock", configuration.Clock)
     monkeypatch.setattr(
-        "llmq.bench.ceilings.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
+        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
     )
     monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
     arguments = [text for text in shape if text != "--device=cpu"]
