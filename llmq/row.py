@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from llmq.tensor import Form, entry_name
+from llmq.tensor import Form
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) along axis 0 of a parameter, or of a stack's entries laid end to end, are the tensor `name` of
-    Hugging Face, whole."""
+    """Rows [start, stop) along axis 0 of a parameter are the tensor `name` of Hugging Face, whole."""
 
     name: str
     start: int
@@ -24,10 +23,8 @@ class Row:
 
     A frozen row (not `trainable`) has no gradient, master or moments, and is held once: in `dtype` (None: the model's),
     or in the form `stored`, of which other forms are made a layer at a time. `home` is where its weight lives: device
-    or host. `file` names the file that it is loaded from and stored in: the `model`, or that of an adapter. The entries
-    of a `stacked` row along axis 0, such as experts, are each updated, and stored in forms, as a row of its own.
-    `split` is the axis along which tensor parallelism cuts it (`llmq.model.parameters.shard`). `rate` multiplies the
-    run's learning rate. A vector that `is_column` is (N, 1) in files.
+    or host. `file` names the file that it is loaded from and stored in: the `model`, or that of an adapter. `rate`
+    multiplies the run's learning rate. A vector that `is_column` is (N, 1) in files.
     """
 
     name: str
@@ -42,22 +39,10 @@ class Row:
     file: str = "model"
     site: str | None = None  # the linear map that it is the weight or bias of: `layers.3.mlp.up`, `head`
     stored: Form | None = None
-    stacked: bool = False
-    split: int | None = None
     rate: float = 1.0
     is_column: bool = False
 
     @property
     def part_axes(self) -> tuple[int, ...]:
         """The shape whose axis 0 parts count along, and whose other axes are those of the tensors in files."""
-        if self.is_column:
-            return (*self.shape, 1)
-        return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.stacked else self.shape
-
-    @property
-    def entries(self) -> tuple[Row, ...]:
-        """A row for each entry of a stack, named by its number; of another row itself."""
-        if not self.stacked:
-            return (self,)
-        one = replace(self, shape=self.shape[1:], parts=(), stacked=False)
-        return tuple(replace(one, name=entry_name(self.name, index)) for index in range(self.shape[0]))
+        return (*self.shape, 1) if self.is_column else self.shape

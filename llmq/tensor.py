@@ -112,14 +112,13 @@ class View:
     """Which elements of a tensor of shape `whole` a piece is: `size` of them from element `start` on.
 
     They lie together, or, where there is a `pitch`, are columns of the tensor seen as a matrix: `pitch` is then the
-    matrix's width, and the last of the elements is the piece's last. Of an entry, `stack` names the tensor.
+    matrix's width, and the last of the elements is the piece's last.
     """
 
     whole: tuple[int, ...]
     start: int
     size: int
     pitch: int = 0
-    stack: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,6 @@ class Ref:
     that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight that was
     fetched). `held` is a frozen tensor in the form that it is stored in, from which this slot is made. `is_remade`: a
     weight's copies for one use.
-
-    A stack (`is_stack`) is read and written entry by entry along axis 0. An entry has a name, copies and scales of its
-    own; its value is a piece of the stack.
     """
 
     name: str
@@ -157,7 +153,6 @@ class Ref:
     held: Ref | None = None
     is_remade: bool = False
     is_sum: bool = False
-    is_stack: bool = False
 
     def as_form(self, form: Form) -> Ref:
         """This tensor as stored in `form`; a plain row form of the slot's own dtype is the value itself.
@@ -169,17 +164,10 @@ class Ref:
         if self.held is not None:
             form = replace(form, scaling="current") if form.has_cell else form
             if form == self.held.form:
-                assert self.view is None or self.stack is not None, f"{self.name}: a piece of what is held in {form}"
+                assert self.view is None, f"{self.name}: a piece of what is held in {form}"
                 return self.held
         own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
-        return self.in_form(None if own else form)
-
-    def in_form(self, form: Form | None) -> Ref:
-        """The copy in `form`, or the value itself."""
-        if form is None or self.stack is None:
-            return changed(self, form=form)
-        assert self.shape == self.whole[1:], f"{self.name}: a piece of an entry in {form}"
-        return changed(self, form=form, view=None)
+        return changed(self, form=None if own else form)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -197,39 +185,15 @@ class Ref:
         return (self.view and self.view.pitch) or self.shape[-1]
 
     @property
-    def stack(self) -> str | None:
-        """Name of the stack that this is an entry of."""
-        return None if self.view is None else self.view.stack
-
-    @property
-    def entries(self) -> tuple[Ref, ...]:
-        """Every entry of a stack; of another tensor itself."""
-        return tuple(map(self.entry, range(self.shape[0]))) if self.is_stack else (self,)
-
-    def entry(self, index: int) -> Ref:
-        """One entry of a stack."""
-        assert self.is_stack, f"{self.name} is no stack"
-        size = math.prod(self.shape[1:])
-        view = View(self.shape, index * size, size, stack=self.name)
-        value = changed(self, shape=self.shape[1:], view=view, form=None, is_stack=False)
-        cell, held = self.cell and entry_name(self.cell, index), self.held and self.held.entry(index)
-        return changed(value, name=entry_name(self.name, index), cell=cell, held=held).in_form(self.form)
-
-    @property
-    def owner(self) -> str:
-        """Name of the tensor that this, or the value that it is a piece of, is stored with."""
-        return self.stack or self.name
-
-    @property
     def entire(self) -> Ref:
         """The tensor of which this is a piece."""
-        return self if self.view is None else changed(self, name=self.owner, shape=self.whole, view=None)
+        return self if self.view is None else changed(self, shape=self.whole, view=None)
 
     def chunk(self, start: int, count: int) -> Ref:
         """Rows [start, start + count) of this tensor, or of rows of another one, seen as (rows, last axis)."""
         width = self.shape[-1]
         assert self.view is None or not self.view.pitch, f"{self.name}: rows of columns"
-        view = View(self.whole, self.start + start * width, count * width, stack=self.stack)
+        view = View(self.whole, self.start + start * width, count * width)
         return changed(self, view=view, shape=(count, width))
 
     def columns(self, start: int, count: int) -> Ref:
@@ -237,7 +201,7 @@ class Ref:
         rows, width = math.prod(self.shape[:-1]), self.shape[-1]
         is_cut = self.view is not None and self.view.pitch
         assert not is_cut and 0 <= start < start + count <= width, f"{self.name}: columns {start}, {count} of them"
-        view = View(self.whole, self.start + start, (rows - 1) * width + count, width, self.stack)
+        view = View(self.whole, self.start + start, (rows - 1) * width + count, width)
         return changed(self, view=view, shape=(rows, count))
 
     @property
@@ -254,13 +218,12 @@ class Ref:
 
     def flat(self, start: int, count: int) -> Ref:
         """Elements [start, start + count) of this tensor seen as one axis."""
-        return changed(self, view=View(self.shape, start, count, stack=self.stack), shape=(count,))
+        return changed(self, view=View(self.shape, start, count), shape=(count,))
 
     def batch(self, start: int, count: int) -> Ref:
         """Entries [start, start + count) along the first axis."""
         size = math.prod(self.shape[1:])
-        view = View(self.shape, start * size, count * size, stack=self.stack)
-        return changed(self, view=view, shape=(count, *self.shape[1:]))
+        return changed(self, view=View(self.shape, start * size, count * size), shape=(count, *self.shape[1:]))
 
 
 def changed(one: Instance, **fields: Any) -> Instance:
@@ -281,11 +244,6 @@ def _cached(kind: Any) -> tuple[str, ...]:
     return tuple(
         name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, cached_property)
     )
-
-
-def entry_name(name: str, index: int) -> str:
-    """Name of an entry of a stack."""
-    return f"{name}.{index}"
 
 
 def num_norm_tiles(shape: tuple[int, ...]) -> int:

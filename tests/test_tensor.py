@@ -1,12 +1,9 @@
 """Handles: pieces of a tensor, and the scales that belong to them."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from llmq.operands import Tensor, own_scales, scales_of_columns, to_form
-from llmq.plan.names import scale_name, storage_name
 from llmq.scaling import SCALINGS
 from llmq.tensor import Form, Ref, View, stored_shape
 
@@ -36,21 +33,6 @@ def test_columns_that_are_not_there(start, count):
         QKV.columns(start, count)
     with pytest.raises(AssertionError, match="qkv: columns"):
         QKV.columns(0, 8).columns(0, 4)
-
-
-def test_an_entry_of_a_stack_is_a_piece_with_copies_of_its_own():
-    stack = Ref("up", "weight", (3, 6, 40), "bf16", is_stack=True, value_in="master")
-    entry = stack.entry(2)
-    assert (entry.name, entry.owner, entry.shape) == ("up.2", "up", (6, 40))
-    assert entry.view == View((3, 6, 40), 480, 240, stack="up")
-    copy = entry.as_form(Form("e4m3", "col", "delayed"))
-    assert (copy.name, copy.owner, copy.view) == ("up.2", "up.2", None)
-    assert (storage_name(entry), storage_name(copy)) == ("master:up", "weight:up.2@e4m3/col/delayed")
-    assert (scale_name(entry), scale_name(copy)) == (None, "scale:up.2@e4m3")
-    assert entry.entire == replace(stack, is_stack=False) and copy.entire == copy
-    assert stack.entries == tuple(stack.entry(index) for index in range(3)) and QKV.entries == (QKV,)
-    with pytest.raises(AssertionError, match=r"up\.2: a piece of an entry"):
-        entry.columns(0, 8).as_form(Form("e4m3", "row", "delayed"))
 
 
 @pytest.mark.parametrize("scaling", ["current", "tilewise"])

@@ -14,11 +14,9 @@ from llmq.engine.engine import Engine
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.record import Call
-from llmq.plan.build import Sites, site_of
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
-from llmq.plan.recordings import Stores
 from llmq.plan.spec import Spec
 from llmq.row import Row
 
@@ -72,6 +70,11 @@ def tiny(**changes: object) -> ModelConfig:
     return ModelConfig(**{**shape, **changes})
 
 
+def streams(config: ModelConfig) -> tuple[str, ...]:
+    """The residual stream that enters each layer."""
+    return tuple(f"0/{layer}.attention.res" for layer in range(config.num_layers))
+
+
 def spec_of(
     precision: Precision = FP32,
     memory: Memory | None = None,
@@ -91,12 +94,10 @@ def plan_of(
     hyper: Hyperparameters | None = None,
     *,
     scratch_bytes: Callable[[Call], int] | None = None,
-    stores: Stores | None = None,
-    sites: Sites = site_of,
     **more: object,
 ) -> Plan:
     """A plan for B x T tokens of a tiny model; `more` are further fields of its spec."""
-    return make_plan(spec_of(precision, memory, config, hyper, **more), scratch_bytes, stores=stores, sites=sites)
+    return make_plan(spec_of(precision, memory, config, hyper, **more), scratch_bytes)
 
 
 def parameters(plan: Plan, seed: int = 0) -> list[tuple[Row, np.ndarray]]:

@@ -127,9 +127,9 @@ class Attention:
         q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         files = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
         yield at.vector("norm", hidden_size, "input_layernorm")
-        yield from at.linear("qkv", hidden_size, files, split=0, bias=bias)
+        yield from at.linear("qkv", hidden_size, files, bias=bias)
         yield from rotary.rows(at)
-        yield from at.linear("o", q, {"self_attn.o_proj": hidden_size}, split=1, init="residual")
+        yield from at.linear("o", q, {"self_attn.o_proj": hidden_size}, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:

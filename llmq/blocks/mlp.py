@@ -41,8 +41,8 @@ class Mlp:
         """Its parameters."""
         files = {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size}
         yield at.vector("norm", hidden_size, "post_attention_layernorm")
-        yield from at.linear("up", hidden_size, files, split=0)
-        yield from at.linear("down", intermediate_size, {"mlp.down_proj": hidden_size}, split=1, init="residual")
+        yield from at.linear("up", hidden_size, files)
+        yield from at.linear("down", intermediate_size, {"mlp.down_proj": hidden_size}, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:

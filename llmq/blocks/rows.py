@@ -20,24 +20,18 @@ class SublayerRows:
         return self._row(name, (size,), "ones", {f"{file}.weight": size})
 
     def linear(
-        self, name: str, inputs: int, files: Mapping[str, int], *, split: int, init: str = "normal", bias: bool = False
+        self, name: str, inputs: int, files: Mapping[str, int], *, init: str = "normal", bias: bool = False
     ) -> Iterator[Row]:
         """The weight (N,inputs), and perhaps the bias (N,), of maps that are computed as one: `files` has the outputs
-        of each, in order. Tensor parallelism cuts them along axis `split`."""
-        outputs, at = sum(files.values()), (f"layers.{self.layer}.{self.name}.{name}", split)
+        of each, in order."""
+        outputs, site = sum(files.values()), f"layers.{self.layer}.{self.name}.{name}"
         weights, biases = ({f"{file}.{kind}": size for file, size in files.items()} for kind in ("weight", "bias"))
-        yield self._row(f"{name}.weight", (outputs, inputs), init, weights, *at)
+        yield self._row(f"{name}.weight", (outputs, inputs), init, weights, site)
         if bias:
-            yield self._row(f"{name}.bias", (outputs,), "zeros", biases, *at)
+            yield self._row(f"{name}.bias", (outputs,), "zeros", biases, site)
 
     def _row(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        init: str,
-        files: Mapping[str, int],
-        site: str | None = None,
-        split: int | None = None,
+        self, name: str, shape: tuple[int, ...], init: str, files: Mapping[str, int], site: str | None = None
     ) -> Row:
         parts, stop = [], 0
         for file, size in files.items():
@@ -45,4 +39,4 @@ class SublayerRows:
             stop += size
         full = f"layers.{self.layer}.{self.name}.{name}"
         about = (full, shape, tuple(parts), init, len(shape) > 1, self.layer)
-        return Row(*about, site=site, split=split)
+        return Row(*about, site=site)

@@ -16,7 +16,7 @@ from llmq.model.held import Values, held_value, hold, single_scale
 from llmq.operands import Tensor
 from llmq.plan.names import scale_ref, storage_name
 from llmq.row import Row
-from llmq.tensor import DTYPES, Ref
+from llmq.tensor import Ref
 
 
 class StoredPlan(BoundPlan):
@@ -31,11 +31,7 @@ class StoredPlan(BoundPlan):
         ref = self.plan.held(name)
         if ref.form is None:
             return self._whole(name, self.read(ref)) if self._is_shared(name) else self.read(ref)
-        value = np.empty(ref.shape, DTYPES[ref.dtype])
-        for one, target in zip(ref.entries, value if ref.is_stack else value[None], strict=True):
-            copy = Tensor(one.name, self.read(one), one.shape, one.form, self.read(scale_ref(one)))
-            target[...] = held_value(copy, one.dtype)
-        return value
+        return held_value(Tensor(ref.name, self.read(ref), ref.shape, ref.form, self.read(scale_ref(ref))), ref.dtype)
 
     def gradient(self, name: str) -> np.ndarray:
         """Gradient of a parameter as accumulated since the step began: a sum over trained tokens (a copy).
@@ -91,9 +87,7 @@ class StoredPlan(BoundPlan):
                     self._memory.write(storage_name(ref), values)
                     continue
                 # Each tensor of a file is quantized alone, so that what is held is what others make of the same file.
-                borders = () if ref.is_stack else tuple(part.stop for part in row.parts)
-                for one, value in zip(ref.entries, np.asarray(values) if ref.is_stack else (values,), strict=True):
-                    self._hold(one, value, borders)
+                self._hold(ref, values, tuple(part.stop for part in row.parts))
         assert not missing, f"parameters not given: {sorted(missing)}"
 
     def _hold(self, ref: Ref, values: Values, borders: Sequence[int]) -> None:

@@ -33,17 +33,14 @@ def update(
     A row whose gradient is not finite is left alone. Without `applies` gradients are summed for the norm alone.
     """
     applied, found = [], []
-    for whole, start in grads.values():
-        first = start
-        for grad in whole.entries:
-            partials = cells["partials"].flat(first, count := num_norm_tiles(grad.shape))
-            first += count
-            ops.sum_squares(partials, grad)
-            apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
-            if applies:
-                ops.apply_if_finite(apply, partials, cells["apply"])
-            found.append(grad)
-            applied.append(apply)
+    for grad, first in grads.values():
+        partials = cells["partials"].flat(first, num_norm_tiles(grad.shape))
+        ops.sum_squares(partials, grad)
+        apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
+        if applies:
+            ops.apply_if_finite(apply, partials, cells["apply"])
+        found.append(grad)
+        applied.append(apply)
     if applies:
         walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
         step(ops, zip(*walks, strict=True), cells, hyper, seed, trackers)

@@ -32,11 +32,11 @@ def num_parameters(rows: Iterable[Row]) -> int:
 def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     """Every parameter of a model, in the order of the forward pass."""
     c, v, vp = config.hidden_size, config.vocab_size, padded_vocab(config)
-    embed = Row(EMBED_ROW, (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True, split=0)
+    embed = Row(EMBED_ROW, (vp, c), (Part("model.embed_tokens.weight", 0, v),), "normal", decay=True)
     layers = (row for layer in range(config.num_layers) for row in config.family.rows(config, layer))
     norm = Row("head.norm", (c,), (Part("model.norm.weight", 0, c),), "ones", decay=False)
     lm_head = (Part("lm_head.weight", 0, v),)
-    head = Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD, split=0)
+    head = Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD)
     return (embed, *layers, norm, *(() if config.tie_embeddings else (head,)))
 
 
@@ -51,21 +51,6 @@ def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...
 def rows_of_file(rows: Iterable[Row], file: str = "model") -> tuple[Row, ...]:
     """The rows that are loaded from and stored in a file: the model's, or those of an adapter."""
     return tuple(row for row in rows if row.file == file)
-
-
-def shard(row: Row, rank: int, world: int) -> tuple[slice, ...]:
-    """The slices of a row along its axis `split` that a rank of tensor parallelism has, one after the other.
-
-    Of what is fused along that axis (q, k and v; gate and up) it has a slice each. ValueError for what cannot be cut
-    evenly.
-    """
-    assert row.split is not None and not row.stacked, f"{row.name} is not cut"
-    fused = row.split == 0 and len(row.parts) > 1
-    pieces = [(part.start, part.stop) for part in row.parts] if fused else [(0, row.shape[row.split])]
-    if uneven := [stop - start for start, stop in pieces if (stop - start) % world]:
-        raise ValueError(f"{row.name}: {uneven[0]} along axis {row.split} cannot be cut evenly for {world} ranks")
-    sizes = [((stop - start) // world, start) for start, stop in pieces]
-    return tuple(slice(start + rank * size, start + (rank + 1) * size) for size, start in sizes)
 
 
 def linear_maps(config: ModelConfig) -> dict[str, int]:

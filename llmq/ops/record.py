@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from llmq.op_protocol import Ops
 from llmq.ops.seam import record
-from llmq.tensor import Form, Ref
+from llmq.tensor import Form, Ref, changed
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Result:
     @cached_property
     def refs(self) -> tuple[Ref, ...]:
         """A Ref for each wanted form."""
-        return tuple(self.ref if form is self.ref.form else self.ref.in_form(form) for form in self.forms)
+        return tuple(self.ref if form is self.ref.form else changed(self.ref, form=form) for form in self.forms)
 
 
 @dataclass(frozen=True)

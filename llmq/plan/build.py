@@ -25,7 +25,6 @@ from llmq.row import Row
 from llmq.sites.factories import FACTORIES
 from llmq.stores.replicated import MASTER_FORM
 
-Sites = Callable[[Spec, str], Site]  # what computes the linear map of a name
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
@@ -62,22 +61,21 @@ def _stored(spec: Spec, row: Row) -> Row:
     return replace(row, stored=held_form(base, row, single=single))
 
 
-def build_model(spec: Spec, sites: Sites = site_of) -> Model:
+def build_model(spec: Spec) -> Model:
     """The objects whose forward and backward are recorded in training. UsageError for what cannot be combined."""
-    site = partial(sites, spec)
     config, precision, memory = spec.config, spec.precision, spec.memory
     if precision.head == "e4m3" and precision.scaling == "blockwise":
         raise UsageError(
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
-    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), sites, memory.seq_tiles)
+    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), memory.seq_tiles)
     loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss)
     sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
-    return Model(_embed(spec), layers, Head(*sizes, site(HEAD), config.family.reader(config, loss)))
+    return Model(_embed(spec), layers, Head(*sizes, site_of(spec, HEAD), config.family.reader(config, loss)))
 
 
-def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
+def build_decoder(spec: Spec, sampling: Sampling) -> Model:
     """The objects whose forward is recorded for the next token."""
     heads = _heads(spec)
     rotary = spec.config.family.rotary(spec.config).unturned
@@ -85,19 +83,19 @@ def build_decoder(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Mod
     def core(window: int | None, layer: int) -> Core:
         return CachedCore(heads, window, layer, rotary.left)
 
-    return _generator(spec, Embed(), core, rotary, sampling, sites)
+    return _generator(spec, Embed(), core, rotary, sampling)
 
 
-def build_prompt_reader(spec: Spec, sampling: Sampling, sites: Sites = site_of) -> Model:
+def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
     """The objects whose forward is recorded for prompts, whose head is not."""
 
     def core(window: int | None, layer: int) -> Core:
         return PromptCore(_core(spec, window), layer)
 
-    return _generator(spec, _embed(spec), core, _rotary(spec), sampling, sites)
+    return _generator(spec, _embed(spec), core, _rotary(spec), sampling)
 
 
-def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling, sites: Sites) -> Model:
+def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling) -> Model:
     config = spec.config
     sampler: LogitsReader = Sampler(config.vocab_size, sampling)
     if sampling.repetition_penalty != 1:
@@ -105,13 +103,13 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sa
     if sampling.logprobs:
         sampler = Scored(sampler, config.vocab_size)
     reader = config.family.reader(config, sampler)
-    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, sites(spec, HEAD), reader)
-    return Model(embed, _blocks(spec, cores, rotary, sites), head)
+    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site_of(spec, HEAD), reader)
+    return Model(embed, _blocks(spec, cores, rotary), head)
 
 
-def _blocks(spec: Spec, cores: Cores, rotary: Any, sites: Sites, tiles: int = 1) -> tuple[Block, ...]:
+def _blocks(spec: Spec, cores: Cores, rotary: Any, tiles: int = 1) -> tuple[Block, ...]:
     """The layers, with attention by `cores`, and the MLP in `tiles`."""
-    config, heads, site = spec.config, _heads(spec), partial(sites, spec)
+    config, heads, site = spec.config, _heads(spec), partial(site_of, spec)
     c, eps = config.hidden_size, config.rms_norm_eps
     found = []
     for layer in range(config.num_layers):

@@ -16,7 +16,7 @@ from llmq.blocks.packed import Packing
 from llmq.model.decoder import Model
 from llmq.model.parameters import padded_vocab
 from llmq.ops.record import Call, Recorder
-from llmq.plan.build import Sites, build_decoder, build_prompt_reader
+from llmq.plan.build import build_decoder, build_prompt_reader
 from llmq.plan.spec import Spec
 from llmq.protocols import WeightStore
 from llmq.stores.activations import Frame, Frames
@@ -53,10 +53,10 @@ def prompt_name(length: int) -> str:
 
 
 class DecodingRecordings:
-    """Records the programs on `weights`, with linear maps computed by `sites`."""
+    """Records the programs on `weights`."""
 
-    def __init__(self, decoding: Decoding, weights: WeightStore, sites: Sites) -> None:
-        self.decoding, self._weights, self._sites = decoding, weights, sites
+    def __init__(self, decoding: Decoding, weights: WeightStore) -> None:
+        self.decoding, self._weights = decoding, weights
         self.spec, self.sampling = decoding.spec, decoding.sampling
         spec, config, b = self.spec, self.spec.config, self.spec.batch_size
         self._rope = Ref("decode.rope", "const", (spec.seq_len, config.head_dim), spec.precision.stat)
@@ -84,7 +84,7 @@ class DecodingRecordings:
 
     def _decode(self) -> list[Call]:
         """The next token of every sequence."""
-        ops, model = Recorder(), build_decoder(self.spec, self.sampling, self._sites)
+        ops, model = Recorder(), build_decoder(self.spec, self.sampling)
         frames = self._frames(model, self._inputs["decode"], self.spec.batch_size, 1)
         model.infer(ops, frames.a, frames.d, self._weights)
         return ops.calls
@@ -92,7 +92,7 @@ class DecodingRecordings:
     def _prompt(self, length: int) -> list[Call]:
         """The cache of one row of prompts."""
         ops, spec = Recorder(), replace(self.spec, packing=self._packing(length))
-        model = build_prompt_reader(spec, self.sampling, self._sites)
+        model = build_prompt_reader(spec, self.sampling)
         model.read(ops, self._frames(model, self._inputs[prompt_name(length)], 1, length).a, self._weights)
         return ops.calls
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from llmq.adapters.tracked import Tracked
 from llmq.errors import MemoryLimitError
 from llmq.plan.arena import aligned
-from llmq.plan.build import build_decoder, rows_of, site_of
+from llmq.plan.build import build_decoder, rows_of
 from llmq.plan.decoding import Decoding, DecodingRecordings
 from llmq.plan.passes.fates import Fates
 from llmq.plan.passes.forms import forms
@@ -27,7 +27,7 @@ def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) ->
     model = build_decoder(spec, decoding.sampling)
     rows = tuple(replace(row, trainable=False) for row in rows_of(spec, model))
     weights = ReplicatedWeights(rows, spec.precision.model, spec.precision.model)
-    recorded = DecodingRecordings(decoding, weights, site_of)
+    recorded = DecodingRecordings(decoding, weights)
     programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}
     persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)
     cells = Frame(dict(recorded.cells))

@@ -89,7 +89,7 @@ def is_quant(row: Row, precision: Precision) -> bool:
 
 
 def _is_of_layer(row: Row) -> bool:
-    return row.layer is not None and row.trainable and not row.stacked
+    return row.layer is not None and row.trainable
 
 
 def is_to_fit(options: MemoryOptions) -> bool:

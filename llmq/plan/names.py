@@ -12,11 +12,11 @@ def storage_name(ref: Ref) -> str:
     """Unique name of the bytes of a Ref."""
     if ref.space == "activation":
         # A second life has bytes of its own: the first one's may be given to others in between.
-        name = ref.owner + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
+        name = ref.name + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
     elif ref.form is None and ref.value_in is not None:
-        return f"{ref.value_in}:{ref.owner}"
+        return f"{ref.value_in}:{ref.name}"
     else:
-        name = f"{ref.space}:{ref.owner}"
+        name = f"{ref.space}:{ref.name}"
     return f"{name}@{ref.form.key}" if ref.form else name
 
 

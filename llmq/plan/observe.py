@@ -41,7 +41,7 @@ def observed(
 
     def measured(value: Ref, ref: Ref, form: Form, phase: str) -> Call:
         cell = whole.flat(cells[scale_cell(ref, form.dtype)] * STRIDE, FIELDS)
-        return Call("quantization_error", (Result(cell),), (cell, value, ref.in_form(form)), {}, phase)
+        return Call("quantization_error", (Result(cell),), (cell, value, changed(ref, form=form)), {}, phase)
 
     def compared(name: str, ref: Ref, form: Form, phase: str) -> list[Call]:
         """Of the weight of a name, which `ref` is, or has been fetched or gathered from."""

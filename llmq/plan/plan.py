@@ -27,7 +27,6 @@ from llmq.model.held import HELD_FORMS, HeldBase, room_bytes
 from llmq.ops.record import Call
 from llmq.optimizers.rule import MASTER, State, spaces
 from llmq.plan.arena import aligned
-from llmq.plan.build import Sites, site_of
 from llmq.plan.decoding import DecodingRecordings, completions_of
 from llmq.plan.memory import ROLES, Memory
 from llmq.plan.names import known_scale, own_scales, scale_cell, scale_name, scale_ref, storage_name
@@ -41,7 +40,7 @@ from llmq.plan.passes.lanes import lanes
 from llmq.plan.passes.place import Program, place
 from llmq.plan.passes.prune import prune
 from llmq.plan.passes.transfers import transfers
-from llmq.plan.recordings import Recordings, Stores, stores_of
+from llmq.plan.recordings import Recordings
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
@@ -121,7 +120,7 @@ class Plan:
     def _room_bytes(self) -> int:
         """Bytes that making the held copies of rows takes, one at a time."""
         held = (self.held(row.name) for row in self.rows)
-        return max((room_bytes(one) for ref in held if ref.form is not None for one in ref.entries), default=0)
+        return max((room_bytes(ref) for ref in held if ref.form is not None), default=0)
 
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
@@ -165,7 +164,7 @@ class Plan:
     def state(self) -> dict[str, Ref]:
         """Storages that a checkpoint holds: masters, moments, and the state of persistent scales. Frozen rows are
         loaded again."""
-        held = [one for ref in self.weights.values() if ref.form is not None for one in ref.entries]
+        held = [ref for ref in self.weights.values() if ref.form is not None]
         # Made again from the frozen rows when these are loaded.
         remade = {name for one in held for name in (scale_name(one), *map(storage_name, self.known_scales(one)))}
         scales = sorted(name for name, ref in self.persistent.items() if ref.space == "scale" and name not in remade)
@@ -184,8 +183,7 @@ class Plan:
         """The row that each storage of an optimizer state, or of the scales that it is held with, is of."""
         found = {}
         for name, state in self.moments.items():
-            held = (*state.values(), *self.tracked.refs.get(name, ()))
-            for one in (one for ref in held for one in (ref.entries if ref.form is not None else (ref,))):
+            for one in (*state.values(), *self.tracked.refs.get(name, ())):
                 found[storage_name(one)] = name
                 if one.form is not None:
                     found[storage_name(own_scales(one))] = name
@@ -240,15 +238,12 @@ def uncollected() -> Iterator[None]:
 
 
 @uncollected()
-def make_plan(
-    spec: Spec, scratch_bytes: Scratch | None = None, *, stores: Stores | None = None, sites: Sites = site_of
-) -> Plan:
+def make_plan(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
     """Decides everything for one rank. `scratch_bytes` is the backend's: what a call needs beside its arguments.
 
-    `stores` hold the tensors, those of the spec's ranks by default; `sites` compute linear maps. UsageError if a
-    recompute flag frees no byte.
+    UsageError if a recompute flag frees no byte.
     """
-    recordings = Recordings(spec, stores or stores_of(spec), sites)
+    recordings = Recordings(spec)
     # Recorded apart only where the first micro-step differs: where its forward pass gathers weights.
     firsts = (False,) if recordings.weights.first is recordings.weights else (False, True)
     recorded = {(f, last): prune(recordings.train(first=f, last=last)) for f in firsts for last in (False, True)}
@@ -256,7 +251,7 @@ def make_plan(
     fates, kept = _fates(spec.memory, recorded[False, False])
     fated = {at: prune(apply(calls, fates)) for at, calls in recorded.items()}
     decoding = completions_of(spec)
-    writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights, sites)
+    writing = None if decoding is None else DecodingRecordings(decoding, recordings.weights)
     written = {} if writing is None else writing.programs()
     read = {"evaluate": recordings.evaluate(), **written}
     # What only reads comes first: the forms that it reads of weights are what the others have to write.
@@ -416,7 +411,7 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
 def _loaded(frozen: Iterable[Ref]) -> dict[str, Ref]:
     """Storages of frozen rows, and of the scales of those held in a form: loading sets them, and perhaps no program
     reads them."""
-    held = [one for ref in frozen for one in (ref.entries if ref.form is not None else (ref,))]
+    held = tuple(frozen)
     return {storage_name(ref): ref for ref in (*held, *(scale_ref(ref) for ref in held if ref.form is not None))}
 
 

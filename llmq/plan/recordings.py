@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,10 +11,9 @@ from llmq.model.decoder import Model
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.optimizers.rule import MASTER, spaces
-from llmq.plan.build import Sites, build_model, rows_of
-from llmq.plan.memory import Memory, is_quant
+from llmq.plan.build import build_model, rows_of
+from llmq.plan.memory import is_quant
 from llmq.plan.passes.lanes import MAIN
-from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec, refuse
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
@@ -24,85 +22,69 @@ from llmq.stores.hosted import HostedGrads, HostedMoments
 from llmq.stores.remade_weights import RemadeWeights
 from llmq.stores.replicated import Alone, Homes, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
 from llmq.stores.sharded import GatheredWeights, ManyRanks, ReducedGrads, ShardedGrads, ShardedMoments, ShardedWeights
-from llmq.stores.sharding import Sharding, Shards
+from llmq.stores.sharding import Shards
 from llmq.tensor import Ref, changed, num_norm_tiles
 
 NUMBERS = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")  # of an update
 
 
-@dataclass(frozen=True)
-class Stores:
-    """The classes that hold a run's tensors; each is made with the rows and their dtypes."""
+def weights_of(spec: Spec, rows: Sequence[Row]) -> Any:
+    """The store of weights: on the host those that belong there, of many ranks whole or in shares, or remade."""
+    memory, p, sharding = spec.memory, spec.precision, spec.sharding
+    # A master on the host is not the weight that forward reads.
+    masters = (None, p.master) if MASTER in memory.host else (p.wide_master, None)
+    about = (rows, p.model, masters[0], Homes(memory.hosts_weight(p), masters[1]))
+    if not memory.persistent_quants:  # with the masters of all rows on this rank
+        remade = partial(is_quant, precision=p)
+        return RemadeWeights(*about, remade=remade, own_dtype=p.wide_master, in_place=memory.zero_copy)
+    if sharding.size == 1 or not (sharding.weights or sharding.states):
+        return ReplicatedWeights(*about)
+    return (ShardedWeights if sharding.weights else GatheredWeights)(*about, sharding=sharding)
 
-    weights: Callable[..., Any] = ReplicatedWeights
-    grads: Callable[..., Any] = ReplicatedGrads
-    moments: Callable[..., Any] = ReplicatedMoments
 
-
-def stores_of(spec: Spec) -> Stores:
-    """What holds a run's tensors on one of its ranks. UsageError for what no plan can do."""
-    refuse(spec)
+def grads_of(spec: Spec, rows: Sequence[Row], *, last: bool) -> Any:
+    """The store of the gradients of a micro-step, the `last` of its step or another: one around another on the host."""
     memory, sharding = spec.memory, spec.sharding
-    # Stores wrap each other: what is shared out among ranks first, what lives on the host around it.
-    alone = Stores(grads=FusedGrads if memory.fused else ReplicatedGrads)
-    stores = alone if sharding.size == 1 else _shared(sharding)
-    stores = replace(stores, weights=_weights(memory, spec.precision, stores.weights))
+    store: Callable[..., Any] = FusedGrads if memory.fused else ReplicatedGrads
+    if sharding.size > 1:
+        store = partial(ShardedGrads if sharding.gradients else ReducedGrads, sharding=sharding)
     if "grad" in memory.host:
-        about: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "in_place": memory.zero_copy}
-        stores = replace(stores, grads=partial(HostedGrads, store=stores.grads, **about))
-    return stores
+        store = partial(HostedGrads, store=store, piece_bytes=memory.piece_bytes, in_place=memory.zero_copy)
+    return store(rows, spec.precision.grad, last=last)
 
 
-def _weights(memory: Memory, p: Precision, store: Callable[..., Any]) -> Callable[..., Any]:
-    """What holds weights as `store` does, those on the host that belong there, or without copies that stay."""
-    host_master = p.master if MASTER in memory.host else None
-    homes = Homes(memory.hosts_weight(p), host_master)
-    if memory.persistent_quants:
-        return partial(store, homes=homes)
-    # with the masters of all rows on this rank
-    about: dict[str, Any] = {"own_dtype": p.wide_master, "in_place": memory.zero_copy}
-    return partial(RemadeWeights, homes=homes, remade=partial(is_quant, precision=p), **about)
-
-
-def _shared(sharding: Sharding) -> Stores:
-    weights = ShardedWeights if sharding.weights else GatheredWeights if sharding.states else None
-    grads = ShardedGrads if sharding.gradients else ReducedGrads
-    return Stores(
-        partial(weights, sharding=sharding) if weights else ReplicatedWeights,
-        partial(grads, sharding=sharding),
-        partial(ShardedMoments, sharding=sharding) if sharding.states else ReplicatedMoments,
-    )
-
-
-def _at_home(moments: Any, grads: Any, spec: Spec) -> Any:
-    """The store of states, with those on the host that belong there, and gradients that live there."""
-    memory, p = spec.memory, spec.precision
+def moments_of(spec: Spec, rows: Sequence[Row], grads: Any) -> Any:
+    """The store of masters and states: around it, where some of them or the gradients live on the host, one that
+    fetches these."""
+    memory, p, sharding = spec.memory, spec.precision, spec.sharding
+    about = (rows, p.wide_master, {kind: p.of_state(kind.name) for kind in spec.hyper.rule.states})
+    is_shared = sharding.size > 1 and sharding.states
+    moments = ShardedMoments(*about, sharding=sharding) if is_shared else ReplicatedMoments(*about)
     given = {ref.name: ref for ref in grads.sums(Recorder()) if ref.home == "host"}
+    hosted = [space for space in memory.host if space in spaces(spec.hyper.rule)]
+    if not hosted and not given:
+        return moments
 
     def is_cut(row: Row) -> bool:
         """Whether copies of the weight can be made piece by piece: a scale that is measured covers more."""
         site = HEAD if row.layer is None else row.site
         return p.scaling == "delayed" or row.stored is not None or site is None or p.dtype(site) != "e4m3"
 
-    hosted = [space for space in memory.host if space in spaces(spec.hyper.rule)]
-    if not hosted and not given:
-        return moments
-    about: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "is_cut": is_cut, "in_place": memory.zero_copy}
-    return HostedMoments(moments, hosted, grads=given, **about)
+    pieces: dict[str, Any] = {"piece_bytes": memory.piece_bytes, "is_cut": is_cut, "in_place": memory.zero_copy}
+    return HostedMoments(moments, hosted, grads=given, **pieces)
 
 
 class Recordings:
-    """Records the programs of a spec, on `stores`, with linear maps computed by `sites`."""
+    """Records the programs of a spec. UsageError for what no plan can do."""
 
-    def __init__(self, spec: Spec, stores: Stores, sites: Sites) -> None:
-        self.spec, self._sites, p = spec, sites, spec.precision
-        self.model = build_model(spec, sites)
+    def __init__(self, spec: Spec) -> None:
+        refuse(spec)
+        self.spec, p = spec, spec.precision
+        self.model = build_model(spec)
         self.rows: tuple[Row, ...] = rows_of(spec, self.model)
-        # A master on the host is not the weight that forward reads.
-        self.weights = stores.weights(self.rows, p.model, None if MASTER in spec.memory.host else p.wide_master)
-        self.grads = {last: stores.grads(self.rows, p.grad, last=last) for last in (False, True)}
-        kinds = {kind: p.of_state(kind.name) for kind in spec.hyper.rule.states}
-        self.moments = _at_home(stores.moments(self.rows, p.wide_master, kinds), self.grads[True], spec)
+        self.weights = weights_of(spec, self.rows)
+        self.grads = {last: grads_of(spec, self.rows, last=last) for last in (False, True)}
+        self.moments = moments_of(spec, self.rows, self.grads[True])
         world = spec.sharding
         self._shards = Shards(self.rows, world.size, world.rank) if world.size > 1 else None
         shares = self._shards if world.states else None
@@ -141,7 +123,7 @@ class Recordings:
         """Where the value of each weight is: its master, of which this rank may have a `piece`, or itself where it is
         frozen. One held in a form has none."""
         masters = (state[MASTER] for state in self.moments.refs.values() if state[MASTER].form is None)
-        return {ref.name: ref for ref in (*self.weights.frozen(), *(one for ref in masters for one in ref.entries))}
+        return {ref.name: ref for ref in (*self.weights.frozen(), *masters)}
 
     def piece(self, weight: Ref) -> Ref:
         """The rows of a weight of which this rank has the master; of a frozen one all."""
@@ -164,7 +146,7 @@ class Recordings:
     def evaluate(self) -> list[Call]:
         """Loss of a batch, without gradients."""
         # Another model on the same rows, without what is for training alone, such as NEFTune's noise.
-        ops, model = Recorder(), build_model(self.spec.evaluated(), self._sites)
+        ops, model = Recorder(), build_model(self.spec.evaluated())
         frames = self._frames(model, self.batch, self.evaluated)
         model.infer(ops, frames.a, frames.d, self.weights)
         return ops.calls
@@ -187,7 +169,7 @@ class Recordings:
         first = 0
         for name, ref in self.grads[True].refs.items():
             yield name, first
-            first += sum(num_norm_tiles(one.shape) for one in ref.entries)
+            first += num_norm_tiles(ref.shape)
 
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
         """The optimizer step; of a fused one what is left of it."""

@@ -23,11 +23,11 @@ def size_of_pieces(refs: Iterable[Ref], least_bytes: int) -> int:
 
 def chunks_of_tiles(ref: Ref, row_bytes: int, num_bytes: int) -> list[tuple[int, int]]:
     """(start, count) of the rows of each piece of a tensor, `row_bytes` a row: at most `num_bytes`, in whole tiles of
-    NORM_ROWS rows and one at least. A vector, and an entry of a stack, is one piece."""
+    NORM_ROWS rows and one at least. A vector is one piece."""
     rows = math.prod(ref.shape[:-1])
     # One tile at least, even of a row wider than a piece: a part of a tile would change partial sums and scales.
     size = NORM_ROWS * max(1, num_bytes // max(1, NORM_ROWS * row_bytes))
-    if len(ref.shape) == 1 or ref.stack is not None or rows <= size:
+    if len(ref.shape) == 1 or rows <= size:
         return [(0, rows)]
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
@@ -111,7 +111,7 @@ class HostedMoments:
     gradients that live there, by row name.
 
     What is fetched of a row at a time is at most `piece_bytes`, of a large model more (`size_of_pieces`), in whole
-    tiles of 128 rows and one at least; a row that `is_cut` refuses, a vector and an entry of a stack come whole. About
+    tiles of 128 rows and one at least; a row that `is_cut` refuses and a vector come whole. About
     three pieces are on the device at once: one that is updated, one on its way here and one on its way back. `in_place`
     nothing is fetched: what updates a row reads and writes the host's memory.
     """
@@ -128,7 +128,7 @@ class HostedMoments:
     ) -> None:
         self._moments, self._is_cut, self._in_place = moments, is_cut, in_place
         self._spaces = frozenset(spaces)
-        self._grads = {one.name: one for ref in grads.values() for one in ref.entries}
+        self._grads = {ref.name: ref for ref in grads.values()}
         fetched = [ref for state in moments.refs.values() for ref in state.values() if ref.space in self._spaces]
         self._piece_bytes = size_of_pieces([*fetched, *grads.values()], piece_bytes)
         self.refs = {name: each_of(state, self._at_home) for name, state in moments.refs.items()}
@@ -195,4 +195,4 @@ def _slot(ops: Any, ref: Ref, place: str) -> Ref:
     """A slot with a copy of what is on the host."""
     slot = Ref(f"{ref.space}/{place}", "activation", ref.shape, ref.dtype, ref.layer)
     ops.copy_to_device(slot, ref)
-    return slot.in_form(ref.form)
+    return changed(slot, form=ref.form)

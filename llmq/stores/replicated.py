@@ -131,18 +131,16 @@ class ReplicatedWeights:
         for."""
         rows = [row for row in self.rows if row.trainable and (only is None or row.name in only)]
         # A row without a wider master is updated in its own form: there is no copy to write.
-        refs = (self.refs[row.name].entries if row.stored is None else (None,) for row in rows)
-        return written_here(ops, chain.from_iterable(refs))
+        return written_here(ops, (self.refs[row.name] if row.stored is None else None for row in rows))
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained and whose copies are made once, of their value."""
-        rows = [row for row in self.rows if not row.trainable and row.stored is None]
-        return [ref for row in rows for ref in self.refs[row.name].entries]
+        return [self.refs[row.name] for row in self.rows if not row.trainable and row.stored is None]
 
     def _ref(self, row: Row, dtype: str) -> Ref:
         is_master = row.trainable and (row.dtype or dtype) == self._master_dtypes[row.home]
         value_in = "master" if is_master else None
-        about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in, "is_stack": row.stacked}
+        about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in}
         return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
 
     def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -166,10 +164,9 @@ class ReplicatedWeights:
         assert held.form is not None
         # fp8 that is stored with a scale for each tile has none for the whole.
         cell = None if held.form.dtype == "e4m3" and held.form.owns_scales else held.name
-        about: dict[str, Any] = {"cell": cell, "held": held, "is_stack": held.is_stack}
+        about: dict[str, Any] = {"cell": cell, "held": held}
         slot = Ref(f"{phase}/{held.name}", "activation", held.shape, held.dtype, held.layer, **about)
-        for one, source in zip(slot.entries, held.entries, strict=True):
-            ops.cast(one, source)
+        ops.cast(slot, held)
         return slot
 
 
@@ -218,10 +215,7 @@ class ReplicatedGrads:
     def __init__(self, rows: Sequence[Row], dtype: str, *, last: bool = False, home: str = "device") -> None:
         self.last = last
         trained = [row for row in rows if row.trainable]
-        self.refs = {
-            row.name: Ref(row.name, "grad", row.shape, dtype, row.layer, home=home, is_stack=row.stacked)
-            for row in trained
-        }
+        self.refs = {row.name: Ref(row.name, "grad", row.shape, dtype, row.layer, home=home) for row in trained}
         self._names = names_by_part(rows)
 
     def walk(self, ops: Any, parts: Iterable[str | int]) -> Iterator[Bundle]:
@@ -246,9 +240,8 @@ class ReplicatedGrads:
         return here
 
     def sums(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the optimizer reads: the gradient of each trained row, and entry of a stack, in order."""
-        for ref in self.refs.values():
-            yield from ref.entries
+        """Yields what the optimizer reads: the gradient of each trained row, in order."""
+        yield from self.refs.values()
 
     def shares(self, ops: Any) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient."""
@@ -273,7 +266,7 @@ class StatePiece(NamedTuple):
 
 
 class Update(NamedTuple):
-    """A row, or an entry of a stack, with the pieces of its state, which are asked for one after the other."""
+    """A row with the pieces of its state, which are asked for one after the other."""
 
     row: Row
     pieces: Iterable[StatePiece]
@@ -290,13 +283,10 @@ class ReplicatedMoments:
         self.refs = {row.name: _state(row, master_dtype, kinds) for row in self.rows}
 
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
-        """Yields each row, and entry of a stack, with its state as one piece; a resident store has nothing to move.
+        """Yields each row with its state as one piece; a resident store has nothing to move.
         `masters_only` when no other state is read; `only`: the rows of these names."""
         for row in self._of(only):
-            state = self.refs[row.name]
-            # One call of the optimizer for each entry: entries of a stack have scales and norms of their own.
-            for one, entry in zip(row.entries, zip(*(ref.entries for ref in state.values()), strict=True), strict=True):
-                yield Update(one, (StatePiece(dict(zip(state, entry, strict=True))),))
+            yield Update(row, (StatePiece(self.refs[row.name]),))
 
     def _of(self, only: Container[str] | None) -> Iterator[Row]:
         return (row for row in self.rows if only is None or row.name in only)
@@ -317,14 +307,14 @@ def _master(row: Row, dtype: str) -> Ref:
     # Two names for the same bytes would need a copy between them after each step.
     if row.stored is not None:
         return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored)
-    return Ref(row.name, MASTER, row.shape, dtype, row.layer, is_stack=row.stacked)
+    return Ref(row.name, MASTER, row.shape, dtype, row.layer)
 
 
 def _ref(row: Row, kind: StateKind, dtype: str) -> Ref:
     """A state of a row; one in 8 bits is a number of f32 in a form."""
     # Ops read and write f32; the form says how 8 bits stand for it, with a scale for each block of numbers.
     form = kind.form(dtype)
-    return Ref(row.name, kind.name, row.shape, "fp32" if form else dtype, row.layer, form=form, is_stack=row.stacked)
+    return Ref(row.name, kind.name, row.shape, "fp32" if form else dtype, row.layer, form=form)
 
 
 class Alone:

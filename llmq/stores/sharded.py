@@ -29,7 +29,7 @@ from llmq.stores.replicated import (
     written_here,
 )
 from llmq.stores.sharding import Bounds, Sharding, Shards, part_of
-from llmq.tensor import NORM_ROWS, Ref
+from llmq.tensor import NORM_ROWS, Ref, changed
 
 SUMMED, LARGEST = ("loss", "tokens"), ("amax", "request")  # over all ranks
 SENT_WIDTHS = 16  # a gradient is compressed if its width is a multiple of this; others, and vectors, are small
@@ -98,7 +98,7 @@ class ReducedGrads(ReplicatedGrads):
                 count = -(-count // NORM_ROWS) * NORM_ROWS  # so that no tile has rows of two ranks
             shape = (self._sharding.size - 1, count, ref.shape[-1])
             others[name] = Ref(f"pieces/{name}", "activation", shape, ref.dtype, ref.layer, form=ref.form)
-            ops.all_to_all(others[name].in_form(None), ref.in_form(None), bounds=bounds[name])
+            ops.all_to_all(changed(others[name], form=None), changed(ref, form=None), bounds=bounds[name])
         for name, pieces in others.items():
             ops.sum_pieces(shares[name], self._piece(whole[name], name), pieces, rank=self._sharding.rank)
 
@@ -121,8 +121,8 @@ class ReducedGrads(ReplicatedGrads):
         ops.cast(slot, ref)
         if form is None or is_small:
             return slot
-        ops.quantization_error(SENT_ERROR, SENT_ERROR, ref, slot.in_form(form))
-        return slot.in_form(form)
+        ops.quantization_error(SENT_ERROR, SENT_ERROR, ref, sent := changed(slot, form=form))
+        return sent
 
 
 class ShardedGrads(ReducedGrads):
@@ -250,8 +250,8 @@ class ShardedWeights(GatheredWeights):
     Frozen rows are whole on every rank.
     """
 
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None, **about: Any) -> None:
-        super().__init__(rows, dtype, master_dtype, **about)
+    def __init__(self, *about: Any, sharding: Sharding) -> None:
+        super().__init__(*about, sharding=sharding)
         self._whole = {row.name: replace(self.refs[row.name], home="device") for row in self._shards.rows}
         self.refs = {**self.refs, **self._own}
 

@@ -41,13 +41,11 @@ ALONE = Sharding()
 
 
 class Shards:
-    """Bounds of every row that is trained, by name, and what they leave to one rank. ValueError for a stack."""
+    """Bounds of every row that is trained, by name, and what they leave to one rank."""
 
     def __init__(self, rows: Iterable[Row], size: int, rank: int) -> None:
         self.rows = tuple(row for row in rows if row.trainable)
         self.size, self.rank = size, rank
-        if stacks := [row.name for row in self.rows if row.stacked]:
-            raise ValueError(f"{stacks[0]} is a stack, whose entries cannot be shared out among ranks")
 
     @cached_property
     def bounds(self) -> Mapping[str, Bounds]:

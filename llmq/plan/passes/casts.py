@@ -58,7 +58,7 @@ def _in_each_form(call: Call) -> list[Call]:
     (result,), (source,) = call.outputs, call.inputs
     assert result is not None
     return [
-        changed(call, outputs=(changed(result, forms=(form,)),), inputs=(source and source.in_form(form),))
+        changed(call, outputs=(changed(result, forms=(form,)),), inputs=(source and changed(source, form=form),))
         for form in result.forms
     ]
 
@@ -120,7 +120,7 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
     for dtype in sorted({form.dtype for form in forms}):
         own = [form for form in forms if form.dtype == dtype and form.owns_scales]
         current = [form for form in forms if form.dtype == dtype and form.is_measured]
-        copy = ref.in_form(current[0]) if current else ref
+        copy = changed(ref, form=current[0]) if current else ref
         shared = scale_ref(copy) if current and known_scale(copy) is None else None
         # Measured once in a program: forward's scale serves backward's copies of the same value.
         scale = Result(shared, (None,)) if shared is not None and storage_name(shared) not in written else None
@@ -138,5 +138,5 @@ def _made(ref: Ref, source: Ref, forms: list[Form], phase: str, written: set[str
 def _turned(ref: Ref, form: Form, source: Ref, phase: str) -> Call:
     """fp8 columns from the rows: those that a call has written, or what it reads."""
     rows = changed(form, layout="row")
-    read = source if source.form == rows else ref.in_form(rows)
+    read = source if source.form == rows else changed(ref, form=rows)
     return Call("cast", (Result(ref, (form,)),), (read,), {}, phase)

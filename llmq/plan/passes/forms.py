@@ -44,19 +44,18 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
             read = [(ref, form) for ref, _ in read for form in made_of]
         for ref, form in read:
             if ref.space in OF_ONE_PROGRAM:
-                wanted[ref.owner, ref.again].add(form)
+                wanted[ref.name, ref.again].add(form)
         made.append(changed(call, outputs=outputs))
     return made[::-1]
 
 
 def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weights: Weights) -> tuple[Form | None, ...]:
-    names = (ref.name, ref.owner)  # an entry's copies are known by its own name, its value by that of the stack
     found: set[Form | None] = {ref.form}  # that an optimizer state is held in; of others the value
     if ref.space in (*OF_ONE_PROGRAM, *WEIGHTS):
-        found = {form for name in names for form in wanted.get((name, ref.again), ())}
+        found = set(wanted.get((ref.name, ref.again), ()))
     if ref.space in WEIGHTS:
         # The value of a weight that is its own master is the master's to write.
-        found |= {form for name in names for form in weights.get((ref.space, name), ())}
+        found |= weights.get((ref.space, ref.name), frozenset())
         found = {form for form in found if form is not None or ref.value_in is None}
     return _in_order(found)
 
@@ -73,7 +72,7 @@ def reads_of_weights(programs: Iterable[Sequence[Call]]) -> Weights:
         for call in calls:
             for ref in call.inputs:
                 if ref is not None and ref.space in WEIGHTS:
-                    found[ref.space, ref.owner].update(_read(call, ref))
+                    found[ref.space, ref.name].update(_read(call, ref))
     return {name: frozenset(read) for name, read in found.items()}
 
 

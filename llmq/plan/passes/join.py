@@ -125,4 +125,4 @@ def _rows(ref: Ref) -> Rows:
 
 
 def _key(ref: Ref) -> tuple[str, bool]:
-    return ref.owner, ref.again
+    return ref.name, ref.again

@@ -18,11 +18,10 @@ def prune(calls: Sequence[Call]) -> list[Call]:
         if any(result is not None and _is_read(result.ref, read) for result in call.outputs):
             # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)
-            read.update((ref.owner, ref.again) for ref in call.inputs if ref is not None)
+            read.update((ref.name, ref.again) for ref in call.inputs if ref is not None)
     return kept[::-1]
 
 
 def _is_read(ref: Ref, read: Collection[tuple[str, bool]]) -> bool:
-    """Whether a later call reads a slot, or it outlasts the program: the copies of a stack's entry are read by its
-    name, its value by the stack's."""
-    return ref.space != "activation" or (ref.name, ref.again) in read or (ref.owner, ref.again) in read
+    """Whether a later call reads a slot, or it outlasts the program."""
+    return ref.space != "activation" or (ref.name, ref.again) in read

@@ -88,15 +88,3 @@ def test_what_waits_on_the_host_is_written_though_only_its_second_life_is_read()
     read = recorded("linear_wgrad", (grad("w"),), (D_Y, slot("x", form=COL, again=True)))
     norm, _ = forms([recorded("rmsnorm_forward", *NORM), read], {}, {("x", COL)})
     assert norm.outputs[0].forms == (COL,)
-
-
-def test_the_entries_of_a_stack_have_forms_of_their_own_and_one_value():
-    stack = Ref("w", "weight", (2, 8, 8), "bf16", is_stack=True)
-    first, second = stack.entries
-    reads = [recorded("linear_forward", (slot("y"),), (X, one)) for one in (first.as_form(ROW), second.as_form(COL))]
-    weights = reads_of_weights([reads, [recorded("linear_forward", (slot("y"),), (X, second))]])
-    found = {"w.0": frozenset({ROW}), "w.1": frozenset({COL}), "w": frozenset({None})}
-    assert weights == {("weight", name): forms for name, forms in found.items()}
-    masters = Ref("w", "master", (2, 8, 8), "bf16", is_stack=True).entries
-    found = forms([recorded("cast", (one,), (m,)) for one, m in zip(stack.entries, masters, strict=True)], weights)
-    assert [call.outputs[0].forms for call in found] == [(None, ROW), (None, COL)]

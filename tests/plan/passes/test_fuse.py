@@ -60,7 +60,7 @@ def test_a_norm_of_more_than_a_block_of_a_gpu_holds_stays():
     "change",
     [
         {"inputs": (token("x", tokens=5), *UP.inputs[1:])},
-        {"inputs": (X.in_form(Form("e4m3", "row", "delayed")), *UP.inputs[1:])},
+        {"inputs": (X.as_form(Form("e4m3", "row", "delayed")), *UP.inputs[1:])},
         {"inputs": (X, replace(weight("up"), view=View((2, 8), 0, 8)), None, None)},
         {"numbers": {"alpha": 0.5}},
     ],

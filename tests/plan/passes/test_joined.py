@@ -41,7 +41,7 @@ def half(n: int, alpha: float = 2.0, rank: int = 16) -> Call:
 
 
 MAKER = recorded("swiglu_backward", (D_GATE_UP,), (D_ACT, GATE_UP))
-DGRAD = wanted(recorded("linear_dgrad", (slot("d_x", 8),), (D_GATE_UP.in_form(ROWS), weight("up"), None)), None)
+DGRAD = wanted(recorded("linear_dgrad", (slot("d_x", 8),), (D_GATE_UP.as_form(ROWS), weight("up"), None)), None)
 BF16_DGRAD = wanted(recorded("linear_dgrad", (slot("d_x", 8),), (D_GATE_UP, weight("up"), None)), None)
 
 

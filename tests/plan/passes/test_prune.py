@@ -1,7 +1,7 @@
 """Prune: what something outlasting the program depends on stays, and nothing else."""
 
 import pytest
-from hand_made import COL, grad, recorded, slot, weight
+from hand_made import grad, recorded, slot, weight
 
 from llmq.plan.passes.prune import prune
 from llmq.tensor import Ref
@@ -44,12 +44,3 @@ def test_what_adds_to_a_slot_stays_with_what_it_adds_to():
     branch = recorded("linear_forward", (X,), (IN, weight("a"), None, X))
     late = recorded("linear_forward", (X,), (IN, weight("b"), None, X))
     assert prune([EMBED, base, branch, WGRAD, late]) == [EMBED, base, branch, WGRAD]
-
-
-def test_an_entry_is_read_by_its_name_and_with_its_stack():
-    first, second = Ref("s", "activation", (2, 8, 8), "bf16", is_stack=True).entries
-    writes = [recorded("cast", (one,), (IN,)) for one in (first, second)]
-    copied = recorded("linear_wgrad", (grad("w"),), (second.as_form(COL), IN))
-    assert prune([*writes, copied]) == [writes[1], copied]
-    whole = recorded("linear_wgrad", (grad("w"),), (first, IN))
-    assert prune([*writes, whole]) == [*writes, whole], "the value of all is one tensor"
