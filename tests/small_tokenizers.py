@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from llmq.data.tokens.sidecar import Sidecar, TokenizerNote
+from llmq.data.tokens.tokenizer import Sidecar, TokenizerNote
 
 SAMPLE = (
     "It's the king's 10 ships, isn't it?\nAye -- 3 of \u00e9clat\u00e9s!\n\nROMEO:\n  What say'st thou?\n\tNothing. "

@@ -14,7 +14,7 @@ from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.rows import RowSource
 from llmq.data.chat.template import OWN, open_templates, template_note
-from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import Export, open_export
 from llmq.files.source import ModelSource, Values

@@ -13,9 +13,9 @@ from tiny_engines import tiny
 import llmq
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.template import chosen_templates
-from llmq.data.tokens.sidecar import Sidecar, sidecar_name
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
+from llmq.data.tokens.tokenizer import Sidecar, sidecar_name
 from llmq.model.config import to_hf
 
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "bos_token": "<s>"}

@@ -38,7 +38,7 @@ from llmq.data.batches.rows import (
 from llmq.data.batches.streaming import StreamedRows
 from llmq.data.rows.records import all_problems, noted
 from llmq.data.stream import START, Position, ReadAhead, Stream
-from llmq.data.tokens.sidecar import tokenizer_folder
+from llmq.data.tokens.tokenizer import tokenizer_folder
 from llmq.errors import DataError, UsageError
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmq.data.batches.permutation import mixed
 from llmq.data.batches.rows import Rows, Samples, empty_rows
-from llmq.data.tokens.sidecar import TemplateNote
+from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 
 LARGEST_PERIOD = 1 << 17  # places: a table of 1 MiB, made in about 0.1 s

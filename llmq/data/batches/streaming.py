@@ -28,8 +28,8 @@ from llmq.data.rows.records import BadRows
 from llmq.data.rows.request import Request
 from llmq.data.stream import START, Position, Stream
 from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
-from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.tokenize import Say
+from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 
 Place = dict[str, int]

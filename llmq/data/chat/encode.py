@@ -29,9 +29,8 @@ from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_
 from llmq.data.chat.sandbox import RenderError
 from llmq.data.chat.template import MARKER, OWN, Templates, open_templates, template_note
 from llmq.data.rows.records import BadRow, Record
-from llmq.data.tokens.sidecar import TemplateNote
 from llmq.data.tokens.text import pieces_of
-from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
 
 ENCODED_AT_ONCE = 1 << 20  # characters

@@ -19,8 +19,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 from llmq.data.chat.sandbox import Environment, RenderError, Rendering
-from llmq.data.tokens.sidecar import TemplateNote
-from llmq.data.tokens.tokenizer import json_if_there
+from llmq.data.tokens.tokenizer import TemplateNote, json_if_there
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER
 

@@ -17,9 +17,8 @@ from llmq.data.rows.find_sources import Found
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.tokens.cache import content_hash, key_of
 from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work, is_whole
-from llmq.data.tokens.sidecar import copied_files
 from llmq.data.tokens.text import Texts
-from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.data.tokens.tokenizer import TextTokenizer, copied_files
 from llmq.disk import cache_folder
 from llmq.errors import DataError, UsageError
 

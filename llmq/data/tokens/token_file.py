@@ -114,7 +114,7 @@ class Header:
     def parse(cls, path: Path, data: bytes, size: int) -> Header:
         """The header of the file `path` of `size` bytes, which starts with `data`.
 
-        Raises DataError, naming all that is wrong, if it is no token file, or is damaged, truncated or too long.
+        Raises DataError if it is no token file, or is damaged, truncated or too long.
         """
         if data[: len(MAGIC)] != MAGIC[: len(data)]:
             raise DataError(
@@ -127,11 +127,19 @@ class Header:
             )
         version = int.from_bytes(data[8:12], "little", signed=True)
         if version not in VERSIONS:
-            wrong = [f"version {version}, but only versions 1 to {NEWEST} can be read"]
+            raise DataError(f"{path} is of version {version}, but only versions 1 to {NEWEST} can be read")
+        if version < 3:
+            _, _, token_bytes, tokens, vocab_size, has_masks = _LEGACY.unpack_from(data)
+            header, is_right = cls(version, tokens, None, False, min(tokens, 1)), token_bytes == 4 and tokens >= 0
+            if version == 2:
+                header = replace(header, vocab_size=vocab_size, has_masks=bool(has_masks))
         else:
-            header, wrong = _legacy(data) if version < 3 else _current(data)
-        if wrong:
-            raise DataError(f"{path} has a header with {'; '.join(wrong)}: make it again with tokenize-data")
+            _, _, _, tokens, documents, vocab_size, has_masks, sha256, table = _CURRENT.unpack_from(data)
+            tokenizer = sha256.hex() if any(sha256) else None
+            header = cls(version, tokens, vocab_size, bool(has_masks), documents, tokenizer, table)
+            is_right = zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
+        if not is_right:
+            raise DataError(f"{path} has a damaged header of version {version}: copy or make it again")
         if size != header.file_bytes:
             parts = f"{header.num_tokens} tokens"
             parts += f" and {header.mask_bytes} bytes of masks" if header.has_masks else ""
@@ -141,39 +149,6 @@ class Header:
                 f"but {parts} make {header.file_bytes}: copy or make it again"
             )
         return header
-
-
-def _legacy(data: bytes) -> tuple[Header, list[str]]:
-    _, version, token_bytes, count, vocab_size, has_masks = _LEGACY.unpack_from(data)
-    wrong = []
-    if token_bytes != 4:
-        wrong.append(f"{token_bytes} bytes per token, but version {version} has 4")
-    if count < 0:
-        wrong.append(f"a count of {count} tokens, which is negative")
-    if version == 1:
-        return Header(1, count, None, False, min(count, 1)), wrong
-    if vocab_size < 1:
-        wrong.append(f"a vocabulary of {vocab_size}, which is less than 1")
-    if has_masks not in (0, 1):
-        wrong.append(f"{has_masks} for has-masks, which is 0 or 1")
-    return Header(2, count, vocab_size, has_masks == 1, min(count, 1)), wrong
-
-
-def _current(data: bytes) -> tuple[Header, list[str]]:
-    _, _, token_bytes, tokens, documents, vocab_size, has_masks, sha256, table = _CURRENT.unpack_from(data)
-    header = Header(3, tokens, vocab_size, has_masks == 1, documents, sha256.hex() if any(sha256) else None, table)
-    wrong = []
-    if zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
-        wrong.append("a checksum that is not its own, so it is damaged")
-    if vocab_size < 1:
-        wrong.append("a vocabulary of 0")
-    if token_bytes != header.token_dtype.itemsize:
-        wrong.append(f"{token_bytes} bytes per token, but {vocab_size} ids need {header.token_dtype.itemsize}")
-    if has_masks not in (0, 1):
-        wrong.append(f"{has_masks} for has-masks, which is 0 or 1")
-    if documents > tokens or (tokens and not documents):
-        wrong.append(f"{documents} documents for {tokens} tokens")
-    return header, wrong
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +220,8 @@ class TokenFile:
     def open(cls, path: str | Path) -> TokenFile:
         """Opens a file whose header and length are right.
 
-        Raises DataError, naming everything that is wrong, if the file is absent, unreadable, of another format or
-        version, damaged, truncated or too long.
+        Raises DataError if the file is absent, unreadable, of another format or version, damaged, truncated or too
+        long.
         """
         path = Path(path)
         with reading(path, "check the path, or make it with tokenize-data"):
@@ -340,14 +315,14 @@ class TokenWriter:
     def append(
         self, tokens: np.ndarray, mask: np.ndarray | None = None, *, stops: np.ndarray | Sequence[int] = ()
     ) -> None:
-        """Adds `tokens` (n,) int and, in a file with masks, `mask` (n,) bool: whether each is trained as a target.
+        """Adds `tokens` (n,) int; in a file with masks, `mask` (n,) bool says which are trained as targets (None: all).
 
         Documents end after the first `stops[i]` of them, ascending from 1; the last continues where no stop is n.
         Raises DataError for an id outside the vocabulary.
         """
         tokens = np.asarray(tokens)
         assert tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
-        assert (mask is not None) == self.header.has_masks
+        assert mask is None or self.header.has_masks
         vocab_size = self.header.vocab_size
         assert vocab_size is not None
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
@@ -355,15 +330,16 @@ class TokenWriter:
             raise DataError(f"{self.path}: the id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
         with storage(self.path):
             self._file.write(tokens.astype(self.header.token_dtype).tobytes())
-        if mask is not None:
-            assert np.shape(mask) == tokens.shape
-            bits = np.concatenate([self._bits, np.asarray(mask, bool)])
+        trained = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
+        if self.header.has_masks:
+            assert trained.shape == tokens.shape
+            bits = np.concatenate([self._bits, trained])
             whole = len(bits) // 8 * 8
             self._masks += np.packbits(bits[:whole], bitorder="little").tobytes()
             self._bits = bits[whole:]
         self._starts.extend((np.asarray(stops, np.int64) + self.num_tokens).tolist())
         self.num_tokens += tokens.size
-        self.num_trained += tokens.size if mask is None else int(np.count_nonzero(mask))
+        self.num_trained += int(np.count_nonzero(trained))
 
     def finish(self) -> None:
         """Ends the last document and gives the file its real name, in place of an older file, once the disk has it."""

@@ -31,11 +31,17 @@ from llmq.data.tokens.pipeline import (
     TokenStream,
     require_trained,
 )
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, copy_tokenizer, sidecar_name
 from llmq.data.tokens.text import Document, Texts, pieces
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenizer import CONFIG, TextTokenizer
+from llmq.data.tokens.tokenizer import (
+    CONFIG,
+    FOLDER,
+    Sidecar,
+    TextTokenizer,
+    TokenizerNote,
+    copy_tokenizer,
+    sidecar_name,
+)
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, temporary_name, write_whole
 from llmq.errors import DataError, StorageError, UsageError
 
@@ -43,7 +49,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WORK = ".partial"  # where files are made, in the folder that they are for
-TOKENIZER_FOLDER = "tokenizer"
 NEW_EOS = "<|endoftext|>"  # of a tokenizer that is trained
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
@@ -107,13 +112,11 @@ def tokenize_data(
         _refuse_stale(folder, {"eval.bin"})
     chosen: AbstractContextManager[TextTokenizer]
     if train_tokenizer is not None:
-        chosen = trained_tokenizer(found, train_tokenizer, folder / TOKENIZER_FOLDER)
+        chosen = trained_tokenizer(found, train_tokenizer, folder / FOLDER)
     else:
         assert tokenizer is not None
         chosen = nullcontext(TextTokenizer.open(tokenizer, revision, eos_token))
     with chosen as opened:
-        if warning := rebuilt_warning(opened.folder):
-            say(f"note: {warning}")
         request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
         with locked(folder / f"{WORK}.lock", say):
             manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
@@ -165,7 +168,7 @@ def make(
     try:
         made = producer.run(_streams(request, encoder))
         manifest.notes = _check(request, work, made)
-        copy_tokenizer(tokenizer.folder, work / TOKENIZER_FOLDER)
+        copy_tokenizer(tokenizer.folder, work / FOLDER)
         ends = set().union(*(stream.rows.end_tokens for stream in made)) if encoder is not None else set()
         bad = sum(stream.bad for stream in made)
         for part in (part for stream in made for part in stream.parts):
@@ -231,15 +234,7 @@ def _sidecar(request: Request, part: FinishedPart, encoder: Encoder | None, ends
         text=request.found.asked,
         bad_rows=bad_rows,
         end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
-        tokenizer=TokenizerNote(
-            source=tokenizer.source,
-            revision=tokenizer.revision,
-            sha256=tokenizer.sha256,
-            folder=TOKENIZER_FOLDER,
-            vocab_size=tokenizer.vocab_size,
-            eos_token=tokenizer.eos_token,
-            eos_token_id=tokenizer.eos_token_id,
-        ),
+        tokenizer=TokenizerNote.of(tokenizer),
         chat_template=encoder.template_note if encoder else None,
     )
 
@@ -260,8 +255,8 @@ def _refuse_stale(folder: Path, stale: set[str]) -> None:
 
 def _publish(parts: Sequence[FinishedPart], work: Path, folder: Path) -> None:
     """Moves finished files to `folder`, in place of those of an earlier run."""
-    remove_leftovers(folder / TOKENIZER_FOLDER)
-    copy_tokenizer(work / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)
+    remove_leftovers(folder / FOLDER)
+    copy_tokenizer(work / FOLDER, folder / FOLDER)
     with storage(folder):
         for path in (work / part.name for part in parts):
             os.replace(path, folder / path.name)

@@ -1,32 +1,42 @@
-"""A tokenizer of a Hugging Face folder, as it is used for training: ordinary text, and what begins and ends it."""
+"""A tokenizer of a Hugging Face folder, as it is used for training, and what a token file says of it.
+
+What a token file does not say itself lies beside it: `train.bin.json` beside `train.bin`, and `tokenizer/`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from llmq.data.tokens.sidecar import tokenizer_hash
 from llmq.data.tokens.text import tokenizes_in_pieces
+from llmq.disk import reading, storage, whole_folder, write_whole
 from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder
+from llmq.files.huggingface import tokenizer_files
 from llmq.model.config import read_json
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
 CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"  # says which tokens end a text, where the source has it
 # Where a folder can say which token ends a document, in the order in which it counts.
 EOS_KEYS = (
     *((CONFIG, "eos_token"), ("special_tokens_map.json", "eos_token")),
-    *(("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")),
+    *((GENERATION_CONFIG, "eos_token_id"), ("config.json", "eos_token_id")),
 )
 # What end-of-text is called in the families that name it nowhere but among the added tokens.
 KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+FOLDER = "tokenizer"  # of the tokenizer's files, beside the token files
+SUFFIX = ".json"  # of a sidecar
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +63,7 @@ class TextTokenizer:
         is_local = Path(os.path.expanduser(name)).is_dir()
         source = name if is_local else SHORT_NAMES.get(name, name)
         folder = model_folder(source, revision, kind="tokenizer")
-        path = folder / "tokenizer.json"
-        sha256 = tokenizer_hash(folder)
+        path, sha256 = folder / "tokenizer.json", tokenizer_hash(folder)
         try:
             content = path.read_text(encoding="utf-8")
             encoder = tokenizers.Tokenizer.from_str(content)
@@ -74,7 +83,6 @@ class TextTokenizer:
         # The special tokens that the post-processor puts before a text, which alone decides it in transformers 5, too.
         encoding = encoder.encode("a")
         special = encoding.special_tokens_mask
-        begin_ids = tuple(encoding.ids[: special.index(0)]) if 0 in special else ()
         return cls(
             folder=folder,
             source=str(folder.resolve()) if is_local else source,
@@ -84,7 +92,7 @@ class TextTokenizer:
             vocab_size=max(vocabulary.values()) + 1,
             eos_token=eos,
             eos_token_id=vocabulary[eos],
-            begin_ids=begin_ids,
+            begin_ids=tuple(encoding.ids[: special.index(0)]) if 0 in special else (),
             in_pieces=in_pieces,
         )
 
@@ -104,7 +112,6 @@ def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str],
         if wanted not in vocabulary:
             raise UsageError(f"--eos-token {wanted} is not in the vocabulary of {folder}: give one of its tokens")
         return wanted
-    names = {number: token for token, number in vocabulary.items()}
     for name, key in EOS_KEYS:
         value = json_if_there(folder / name).get(key)
         if isinstance(value, dict) and key == "eos_token":
@@ -113,19 +120,157 @@ def _eos_token(folder: Path, vocabulary: dict[str, int], added: Collection[str],
             value = value[0]
         if value is None:
             continue
-        kind, kind_name = (str, "text") if key == "eos_token" else (int, "id")
-        token = names.get(value) if type(value) is int else value
-        if type(value) is not kind or token not in vocabulary:
-            wrong = "not in the vocabulary" if type(value) is kind else f"no {kind_name}"
-            raise DataError(f"{folder / name} names the {key} {value!r}, which is {wrong}: {advice}")
-        return str(token)
+        pairs = vocabulary.items() if not isinstance(value, bool) else ()
+        found = [token for token, number in pairs if value == (token if key == "eos_token" else number)]
+        if not found:
+            raise DataError(f"{folder / name} names the {key} {value!r}, which is not in the vocabulary: {advice}")
+        return found[0]
     known = [token for token in KNOWN_EOS if token in added]
     if len(known) != 1:
-        found = f"has {' and '.join(known)}" if known else f"has none of {', '.join(KNOWN_EOS)}"
-        raise DataError(f"{folder} does not say which token ends a document, and its tokenizer {found}: {advice}")
+        has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(KNOWN_EOS)}"
+        raise DataError(f"{folder} does not say which token ends a document, and its tokenizer {has}: {advice}")
     return known[0]
 
 
 def json_if_there(path: Path) -> dict[str, Any]:
     """A JSON object, or an empty one if the file is absent; DataError if it is something else."""
     return read_json(path) if path.is_file() else {}
+
+
+class TokenizerNote(BaseModel):
+    """Which tokenizer made the ids. `sha256` is that of tokenizer.json; `folder` is relative to the token file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    source: str  # hub name or folder, as resolved
+    revision: str | None  # commit, for a hub name
+    sha256: str
+    folder: str
+    vocab_size: int  # largest id + 1, added tokens included
+    eos_token: str
+    eos_token_id: int
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> TokenizerNote:
+        """That of a tokenizer whose files lie in FOLDER."""
+        return cls(folder=FOLDER, **{name: getattr(tokenizer, name) for name in cls.model_fields if name != "folder"})
+
+
+class TemplateNote(BaseModel):
+    """The chat template that rendered the rows, and the one for rows with tools, if that was another."""
+
+    model_config = ConfigDict(frozen=True)
+
+    origin: str  # where it is from, in words
+    default: str  # in Jinja
+    tool_use: str | None = None
+
+    def sources(self) -> dict[str, str]:
+        """The templates in Jinja by the names that transformers gives them."""
+        return {"default": self.default, **({} if self.tool_use is None else {"tool_use": self.tool_use})}
+
+
+class Sidecar(BaseModel):
+    """Where the tokens of a token file come from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sidecar_version: int = 1
+    num_tokens: int
+    num_documents: int
+    document_rule: str
+    text: tuple[str, ...]  # the inputs as given, or the data set's name
+    bad_rows: int = 0  # left out, of all the data that the file is a part of
+    end_token_ids: tuple[int, ...] = ()  # every token that ends a trained turn or document
+    tokenizer: TokenizerNote
+    chat_template: TemplateNote | None = None  # None where no row was a chat, and in files of older versions
+
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end documents and trained turns."""
+        return self.end_token_ids or (self.tokenizer.eos_token_id,)
+
+    def write(self, token_file: Path) -> None:
+        """Writes this beside `token_file`."""
+        write_whole(sidecar_name(token_file), self.model_dump_json(indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, token_file: Path, num_tokens: int) -> Sidecar | None:
+        """What lies beside `token_file`, or None; DataError if it is unreadable or of another file."""
+        path = sidecar_name(token_file)
+        fix = "make the token file again, or delete the sidecar to use the tokens without it"
+        try:
+            with reading(path, fix):
+                if not path.exists():
+                    return None
+                sidecar = cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise DataError(f"{path} is not a sidecar of a token file ({where}: {first['msg']}): {fix}") from None
+        if sidecar.sidecar_version != 1:
+            raise DataError(f"{path} has sidecar_version {sidecar.sidecar_version}, but only 1 can be read: {fix}")
+        if sidecar.num_tokens != num_tokens:
+            raise DataError(f"{path} is of {sidecar.num_tokens} tokens, but {token_file.name} has {num_tokens}: {fix}")
+        return sidecar
+
+
+def sidecar_name(token_file: Path) -> Path:
+    return token_file.with_name(token_file.name + SUFFIX)
+
+
+def tokenizer_folder(token_file: Path, sidecar: Sidecar) -> Path:
+    """The folder with the tokenizer's files: the copy beside the token file, or, if that is gone, the source itself.
+
+    Raises DataError if it cannot be found, or is not the tokenizer that made the ids.
+    """
+    note = sidecar.tokenizer
+    folder = token_file.parent / note.folder
+    if not folder.is_dir():
+        folder = model_folder(note.source, note.revision, kind="tokenizer")
+    found = tokenizer_hash(folder)
+    if found != note.sha256:
+        raise DataError(
+            f"{folder} has another tokenizer than the one that made {token_file} (sha256 of tokenizer.json "
+            f"{found[:12]}..., not {note.sha256[:12]}...): put the files of {note.source} there, or tokenize again"
+        )
+    return folder
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 of a folder's tokenizer.json, in hex; DataError if it cannot be read."""
+    path = folder / "tokenizer.json"
+    with reading(path, "give a folder with a tokenizer.json"):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def same_ids(one: Path, other: Path) -> bool:
+    """Whether the tokenizer.json of two folders give the same ids: their parts that decide on ids are equal.
+
+    The same tokenizer saved by another version of a library has another hash: keys in another order, merges as pairs.
+    """
+
+    def deciding(folder: Path) -> Any:
+        content = read_json(folder / "tokenizer.json")
+        model = dict(content.get("model") or {})
+        if "merges" in model:
+            model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        return model, [content.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer")]
+
+    return (one / "tokenizer.json").is_file() and deciding(one) == deciding(other)
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """The files of a tokenizer's folder that go with the tokens."""
+    generation = folder / GENERATION_CONFIG
+    return [*tokenizer_files(folder), *([generation] if generation.is_file() else [])]
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Makes `target` a folder with the tokenizer's files of `source`, whole or not at all; both may be the same."""
+    if target.is_dir() and target.samefile(source):
+        return
+    with storage(target), whole_folder(target) as fresh:
+        for path in copied_files(source):
+            copy = fresh / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)

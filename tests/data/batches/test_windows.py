@@ -23,8 +23,8 @@ from llmq.data.batches.rows import (
     open_files,
     require_one_tokenizer,
 )
-from llmq.data.tokens.sidecar import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenizer import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.errors import DataError, UsageError
 
 

@@ -17,10 +17,9 @@ from llmq.cli.tokenize_data import command
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens import tokenize
-from llmq.data.tokens.sidecar import Sidecar
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
-from llmq.data.tokens.tokenizer import TextTokenizer
+from llmq.data.tokens.tokenizer import Sidecar, TextTokenizer
 from llmq.errors import DataError, StorageError
 from llmq.options.data import DataOptions
 

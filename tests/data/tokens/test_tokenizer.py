@@ -1,4 +1,4 @@
-"""Opening tokenizers: where they come from, which token is EOS, what is refused."""
+"""Opening tokenizers: where they come from, which token is EOS; sidecars and the tokenizer's copy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_tokenizers import EOS, byte_level, save
+from small_tokenizers import EOS, byte_level, save, sidecar
 from tokenizers import processors
 
-from llmq.data.tokens.tokenizer import SHORT_NAMES, TextTokenizer
+from llmq.data.tokens.tokenizer import (
+    SHORT_NAMES,
+    Sidecar,
+    TextTokenizer,
+    copy_tokenizer,
+    sidecar_name,
+    tokenizer_folder,
+    tokenizer_hash,
+)
 from llmq.errors import DataError, UsageError
 
 
@@ -88,35 +96,30 @@ def test_eos_is_found_in_the_files(tmp_path: Path, files: dict, eos: str | int) 
 
 
 @pytest.mark.parametrize(
-    ("files", "added", "says"),
+    ("file", "key", "value"),
     [
-        (
-            {"tokenizer_config.json": {"eos_token": "[none]"}},
-            (),
-            r"eos_token '\[none\]', which is not in the vocabulary",
-        ),
-        ({"config.json": {"eos_token_id": 99999}}, (), "eos_token_id 99999, which is not in the vocabulary"),
-        (
-            {"config.json": {"eos_token_id": []}},
-            (),
-            r"eos_token_id \[\], which is no id: set \"eos_token\" in .*config.json",
-        ),
-        ({"generation_config.json": {"eos_token_id": {}}}, (), r"eos_token_id \{\}, which is no id"),
-        ({"config.json": {"eos_token_id": "0"}}, (), "eos_token_id '0', which is no id"),
-        ({"config.json": {"eos_token_id": True}}, (), "eos_token_id True, which is no id"),
-        ({"config.json": {"eos_token_id": [[0]]}}, (), r"eos_token_id \[0\], which is no id"),
-        ({"tokenizer_config.json": {"eos_token": ["a"]}}, (), r"eos_token \['a'\], which is no text"),
-        ({"tokenizer_config.json": {"eos_token": {"content": {}}}}, (), r"eos_token \{\}, which is no text"),
-        ({"tokenizer_config.json": {"eos_token": ""}}, (), "eos_token '', which is not in the vocabulary"),
-        ({}, ("</s>",), r"has <\|endoftext\|> and </s>.*tokenizer_config.json, or give tokenize-data --eos-token"),
-        ({"tokenizer_config.json": []}, (), "holds a JSON list, not an object"),
+        *(("config.json", "eos_token_id", value) for value in (99999, [], "0", True, [[0]])),
+        *(("tokenizer_config.json", "eos_token", value) for value in ("[none]", ["a"], {"content": {}}, "")),
+        ("generation_config.json", "eos_token_id", {}),
     ],
 )
-def test_an_unclear_eos_is_refused(tmp_path: Path, files: dict, added: tuple[str, ...], says: str) -> None:
-    save(byte_level(added=added), tmp_path)
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(DataError, match=says):
+def test_an_eos_that_is_no_token_is_refused(tmp_path: Path, file: str, key: str, value: object) -> None:
+    save(byte_level(), tmp_path)
+    (tmp_path / file).write_text(json.dumps({key: value}))
+    with pytest.raises(
+        DataError, match=rf"{file} names the {key} .*, which is not in the vocabulary: set \"eos_token\""
+    ):
+        TextTokenizer.open(str(tmp_path))
+
+
+def test_two_known_names_of_eos_and_a_broken_configuration_are_refused(tmp_path: Path) -> None:
+    save(byte_level(added=("</s>",)), tmp_path)
+    with pytest.raises(
+        DataError, match=r"has <\|endoftext\|> and </s>.*config.json, or give tokenize-data --eos-token"
+    ):
+        TextTokenizer.open(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="holds a JSON list, not an object"):
         TextTokenizer.open(str(tmp_path))
 
 
@@ -178,3 +181,68 @@ def test_other_names_go_to_the_hub_and_the_commit_is_noted(
     opened = TextTokenizer.open(name, "main")
     assert asked == [(repository, "main", "tokenizer")]
     assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", commit)
+
+
+def test_a_sidecar_is_read_as_written(tmp_path: Path) -> None:
+    token_file = tmp_path / "train.bin"
+    assert Sidecar.read(token_file, 7) is None
+    sidecar().write(token_file)
+    assert sidecar_name(token_file).name == "train.bin.json" and list(tmp_path.iterdir()) == [sidecar_name(token_file)]
+    assert Sidecar.read(token_file, 7) == sidecar()
+    assert json.loads(sidecar_name(token_file).read_text())["tokenizer"]["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(num_tokens=8), r"is of 8 tokens, but train\.bin has 7"),
+        (lambda d: d.update(sidecar_version=2), "sidecar_version 2"),
+        (lambda d: d["tokenizer"].pop("sha256"), r"tokenizer\.sha256: Field required"),
+        *((content, "is not a sidecar") for content in (b"", b"[]", b"\xff\xfe", b'{"num_tokens": 7', b"null")),
+    ],
+)
+def test_a_foreign_or_broken_sidecar_is_refused(tmp_path: Path, change, says: str) -> None:
+    content = sidecar().model_dump(mode="json")
+    if not isinstance(change, bytes):
+        change(content)
+    (tmp_path / "train.bin.json").write_bytes(change if isinstance(change, bytes) else json.dumps(content).encode())
+    with pytest.raises(DataError, match=says):
+        Sidecar.read(tmp_path / "train.bin", 7)
+
+
+def test_the_copy_has_the_tokenizers_files_alone_and_replaces_an_older_one(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "out/tokenizer"
+    source.mkdir()
+    (source / "additional_chat_templates").mkdir()
+    copied = {"tokenizer.json", "generation_config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja"}
+    for name in (*copied, "model.safetensors", "config.json"):
+        (source / name).write_text(name)
+    target.mkdir(parents=True)
+    (target / "vocab.json").write_text("of an older tokenizer")
+    copy_tokenizer(source, target)
+    there = {path.relative_to(target).as_posix(): path.read_text() for path in target.rglob("*") if path.is_file()}
+    assert there == {name: name for name in copied}
+    assert list(target.parent.iterdir()) == [target]
+    copy_tokenizer(target, target)
+    assert len(list(target.iterdir())) == 4
+
+
+def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    right = sidecar(tokenizer_hash(folder))
+    token_file = tmp_path / "train.bin"
+    assert tokenizer_folder(token_file, right) == folder
+    with pytest.raises(DataError, match="another tokenizer than the one that made"):
+        tokenizer_folder(token_file, sidecar())
+    folder.rename(tmp_path / "moved")
+    asked = []
+
+    def model_folder(name: str, revision: str | None, kind: str) -> Path:
+        asked.append((name, revision, kind))
+        return tmp_path / "moved"
+
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.model_folder", model_folder)
+    assert tokenizer_folder(token_file, right) == tmp_path / "moved"
+    assert asked == [("me/model", "abc", "tokenizer")]
