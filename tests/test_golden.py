@@ -176,8 +176,7 @@ def test_bf16_gradients(family):
 def test_fp8_gradients(family, gradient, scaling):
     run = engine(family, fp8(gradient, scaling))
     tokens, targets = families.batch(families.VOCAB, 1)
-    if run.needs_warm_up:
-        run.warm_up(Batch(tokens, targets))
+    run.warm_up(Batch(tokens, targets))
     found, right = gradients(run, tokens, targets), exact_gradients(family, 1)
     assert cosine(found, right) >= 0.98
     assert worst(relative_errors(found, right)) < (0.5, "")  # 0.27 and less is measured: no tensor is left out
@@ -209,8 +208,7 @@ def test_direction_of_the_gradient_at_initialisation(precision):
     weights, batch = initial_weights(config), families.batch(500, 1)
     with_precision, least = LOSSY[precision]
     exact, run = (engine_of(config, weights, p, *batch[0].shape) for p in (FP64, with_precision))
-    if run.needs_warm_up:
-        run.warm_up(Batch(*batch))
+    run.warm_up(Batch(*batch))
     assert cosine(gradients(run, *batch), gradients(exact, *batch)) >= least
 
 
@@ -244,8 +242,7 @@ def test_step_without_trained_tokens(precision):
     run = engine("qwen2", NO_TOKENS[precision])
     tokens, targets = families.batch(families.VOCAB, 1)
     nothing = np.full_like(targets, -100)
-    if run.needs_warm_up:
-        run.warm_up(Batch(tokens, targets))
+    run.warm_up(Batch(tokens, targets))
     start = parameters(run)
     assert run.evaluate(Batch(tokens, nothing)) == (0.0, 0)
     run.micro_step(Batch(tokens, nothing))

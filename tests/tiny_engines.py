@@ -150,9 +150,9 @@ def engine_of(
     """An engine with random parameters and scales settled by a batch (`warm`), on the CPU or on `backend`."""
     engine = Engine(plan, backend or HostBackend(), poison=poison)
     engine.load(parameters(plan, seed))
-    if engine.needs_warm_up and warm is not None:
+    if warm is not None:
         engine.warm_up(warm)
-    elif engine.needs_warm_up:
+    else:
         b, t = plan.spec.batch_size, plan.spec.seq_len
         borders = None if plan.spec.packing is None else np.array([[0, t]] * b, np.int32)
         engine.warm_up(replace(batch(b=b, t=t), borders=borders))

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from llmq.backends import Backend
 from llmq.data.batches.batch import Batch
-from llmq.engine.stored import StoredPlan
-from llmq.model.held import Values
-from llmq.model.rope import document_positions, rope_table
+from llmq.engine.stored import TrainedPlan
+from llmq.model.rope import document_positions
 from llmq.plan.observe import FIELDS, STRIDE
-from llmq.plan.plan import SCALE_STRIDE, Plan
-from llmq.row import Row
+from llmq.plan.plan import SCALE_STRIDE
 from llmq.stores.sharded import SENT_ERROR
 
 WARM_UP_PASSES = 8  # fp8 scales settle in about as many passes as a layer has matmuls in a chain
@@ -38,26 +33,8 @@ class StepResult:
     sent_error: float | None = None
 
 
-class Engine(StoredPlan):
+class Engine(TrainedPlan):
     """Trains by the programs of a plan. All arrays passed in and out are on the host."""
-
-    def __init__(self, plan: Plan, backend: Backend, **about: Any) -> None:
-        super().__init__(plan, backend, **about)
-        self._is_gathered = False  # whether all weights are whole; of one rank they are
-        self._is_cold = True  # whether delayed scales have seen no batch yet
-        self._fill_constants()
-
-    # parameters
-
-    def load(self, parameters: Iterable[tuple[Row, Values]]) -> None:
-        """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
-        self._set(parameters, self.plan.rows)
-        for name in self.plan.moment_names:
-            self._memory.fill(name, 0)
-        self._is_cold = True
-        self.change("publish")
-
-    # training
 
     def micro_step(self, batch: Batch, *, first: bool = True, last: bool = True) -> None:
         """Forward and backward of one micro-batch.
@@ -107,13 +84,11 @@ class Engine(StoredPlan):
         _, power, noise, *_ = (float(value) for value in self.read(SENT_ERROR))
         return math.sqrt(noise / power) if power else 0.0
 
-    @property
-    def needs_warm_up(self) -> bool:
-        """Whether delayed scales exist that a first batch has to set."""
-        return self._is_cold and bool(self.plan.scales)
-
     def warm_up(self, batch: Batch) -> int:
-        """Repeats a micro-batch without updating until no scale changes any more; returns the passes it took."""
+        """Where delayed scales have seen no batch yet, repeats this one without updating until none changes any more;
+        returns the passes it took."""
+        if not (self._is_cold and self.plan.scales):
+            return 0
         cells, self._is_cold = self._cells, False
         for count in range(1, WARM_UP_PASSES + 1):
             before = self.read(cells.scales)
@@ -126,8 +101,6 @@ class Engine(StoredPlan):
             if newest[::SCALE_STRIDE].all() and np.all(np.abs(after - before) <= SETTLED * before):
                 return count
         return WARM_UP_PASSES
-
-    # reading
 
     def observe(self, batch: Batch) -> np.ndarray:
         """Six numbers for every copy in `plan.observed`, (copies, 6): see the op `quantization_error`.
@@ -154,20 +127,6 @@ class Engine(StoredPlan):
         self.run(name)
         self._is_gathered = False
 
-    def gather(self) -> None:
-        """Makes the weights whole, if they were updated since a step made them so. All ranks ask for it."""
-        # One rank has no such program: its update writes whole weights.
-        if not self._is_gathered and "gather" in self.plan.programs:
-            self.run("gather")
-        self._is_gathered = True
-
-    def restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
-        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks, as `StoredPlan` does; makes all
-        copies of the weights."""
-        self._restore(read, frozen)
-        self._is_cold = False
-        self.change("publish")
-
     def feed(self, batch: Batch) -> None:
         """The batch in its slots, with the positions of its tokens."""
         spec, slots = self.plan.spec, self._cells.batch
@@ -182,19 +141,3 @@ class Engine(StoredPlan):
         marks[:, : batch.borders.shape[1]] = batch.borders
         self.write(slots.borders, marks)
         self.write(slots.positions, document_positions(marks, spec.seq_len))
-
-    def _fill_constants(self) -> None:
-        spec, cells = self.plan.spec, self._cells
-        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
-        self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
-        for ref in self.plan.persistent.values():
-            if ref.space == "scale":
-                self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
-        for cell in (cells.norm, cells.last_norm):
-            if self._has(cell):
-                self._fill(cell, 0)
-        for name, cell in self.plan.tracked.cells.items():
-            self._fill(cell, self.plan.tracked.first[name])
-        if self.plan.scales:
-            self.write(cells.limits, np.array(self.plan.limits))
-            self._fill(cells.always, 1)

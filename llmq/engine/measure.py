@@ -124,8 +124,7 @@ def measure_plan(
         different = min(accumulation, BATCHES)
         batches = [zipf_batch(plan.spec.config.vocab_size, b, t, plan.spec.seed + i) for i in range(different)]
     with _timed("fp8 scales found by passes without an update", say):
-        if engine.needs_warm_up:
-            engine.warm_up(batches[0])
+        engine.warm_up(batches[0])
     clock.follow(backend)
     marks: list[tuple[Any, Any]] = []  # before and after each step that counts
     losses, watch, first_step = [], None, 0.0
@@ -180,8 +179,7 @@ def cold_calls(plan: Plan, backend: Backend, clock: Clock, wanted: Container[tup
     engine, sweep = Engine(plan, backend), clock.sweep()
     engine.load(random_parameters(plan, spec.seed))
     batch = zipf_batch(spec.config.vocab_size, spec.batch_size, spec.seq_len, spec.seed)
-    if engine.needs_warm_up:
-        engine.warm_up(batch)
+    engine.warm_up(batch)
     clock.follow(backend)
     engine.start_step(1, 1e-5)
     engine.micro_step(batch)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from llmq.backends import Backend
 from llmq.engine.bound_plan import BoundPlan
 from llmq.model.held import Values, held_value, hold, single_scale
+from llmq.model.rope import rope_table
 from llmq.operands import Tensor
 from llmq.plan.names import scale_ref, storage_name
+from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.tensor import Ref
 
@@ -60,20 +64,6 @@ class StoredPlan(BoundPlan):
                 mine = copy
             yield name, mine
 
-    def _restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
-        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks.
-
-        Of what this rank has a share of it reads that: `read(name, start, shape)`.
-        """
-        self._set(frozen, self.plan.loaded_anew)
-        shares = self.plan.saved() if self.plan.spec.sharding.states else {}
-        for name, ref in self.plan.state().items():
-            mine = shares.get(name)
-            if mine is not None and mine.shape != mine.whole:
-                self._memory.write(name, read(name, mine.start, mine.shape))
-            elif math.prod(ref.shape):
-                self._memory.write(name, read(name))
-
     def _set(self, parameters: Iterable[tuple[Row, Values]], expected: Iterable[Row]) -> None:
         """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""
         missing = {row.name for row in expected}
@@ -118,3 +108,62 @@ class StoredPlan(BoundPlan):
         pieces = [whole.reshape(-1, shape[-1])[start:stop] for start, stop in pairwise(shards.bounds[name])]
         self._backend.world.exchange([share.reshape(-1, shape[-1])] * shards.size, pieces)
         return whole
+
+
+class TrainedPlan(StoredPlan):
+    """A plan of training on memory: where its weights come from, and whether they are whole."""
+
+    def __init__(self, plan: Plan, backend: Backend, **about: Any) -> None:
+        super().__init__(plan, backend, **about)
+        self._is_gathered = False  # whether all weights are whole; of one rank they are
+        self._is_cold = True  # whether delayed scales have seen no batch yet
+        self._fill_constants()
+
+    def load(self, parameters: Iterable[tuple[Row, Values]]) -> None:
+        """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
+        self._set(parameters, self.plan.rows)
+        for name in self.plan.moment_names:
+            self._memory.fill(name, 0)
+        self._publish(is_cold=True)
+
+    def restore(self, read: Callable[..., np.ndarray], frozen: Iterable[tuple[Row, np.ndarray]] = ()) -> None:
+        """Sets the state from `read(name)`, and the `frozen` rows, which it lacks; makes all copies of the weights.
+
+        Of what this rank has a share of it reads that: `read(name, start, shape)`.
+        """
+        self._set(frozen, self.plan.loaded_anew)
+        shares = self.plan.saved() if self.plan.spec.sharding.states else {}
+        for name, ref in self.plan.state().items():
+            mine = shares.get(name)
+            if mine is not None and mine.shape != mine.whole:
+                self._memory.write(name, read(name, mine.start, mine.shape))
+            elif math.prod(ref.shape):
+                self._memory.write(name, read(name))
+        self._publish(is_cold=False)
+
+    def gather(self) -> None:
+        """Makes the weights whole, if they were updated since a step made them so. All ranks ask for it."""
+        # One rank has no such program: its update writes whole weights.
+        if not self._is_gathered and "gather" in self.plan.programs:
+            self.run("gather")
+        self._is_gathered = True
+
+    def _publish(self, *, is_cold: bool) -> None:
+        self.run("publish")
+        self._is_gathered, self._is_cold = False, is_cold
+
+    def _fill_constants(self) -> None:
+        spec, cells = self.plan.spec, self._cells
+        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
+        for ref in self.plan.persistent.values():
+            if ref.space == "scale":
+                self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
+        for cell in (cells.norm, cells.last_norm):
+            if self._has(cell):
+                self._fill(cell, 0)
+        for name, cell in self.plan.tracked.cells.items():
+            self._fill(cell, self.plan.tracked.first[name])
+        if self.plan.scales:
+            self.write(cells.limits, np.array(self.plan.limits))
+            self._fill(cells.always, 1)

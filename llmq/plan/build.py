@@ -23,7 +23,7 @@ from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
 from llmq.sites.factories import FACTORIES
-from llmq.stores.replicated import MASTER_FORM
+from llmq.stores.fetched_weights import MASTER_FORM
 
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
 

@@ -15,7 +15,7 @@ from llmq.plan.passes.fuse import fuse
 from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.stores.activations import Frame
-from llmq.stores.replicated import ReplicatedWeights
+from llmq.stores.fetched_weights import FetchedWeights
 from llmq.tensor import stored_bytes
 
 MIB = 2**20
@@ -26,7 +26,7 @@ def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) ->
     spec = decoding.spec
     model = build_decoder(spec, decoding.sampling)
     rows = tuple(replace(row, trainable=False) for row in rows_of(spec, model))
-    weights = ReplicatedWeights(rows, spec.precision.model, spec.precision.model)
+    weights = FetchedWeights(rows, spec.precision.model, spec.precision.model)
     recorded = DecodingRecordings(decoding, weights)
     programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}
     persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)

@@ -44,7 +44,7 @@ from llmq.plan.recordings import Recordings
 from llmq.plan.spec import Spec
 from llmq.row import Row
 from llmq.stores.activations import Frame
-from llmq.stores.remade_weights import COUNTED
+from llmq.stores.fetched_weights import COUNTED
 from llmq.stores.sharding import Shards
 from llmq.tensor import LARGEST, Ref, stored_bytes
 

@@ -17,10 +17,10 @@ from llmq.plan.passes.lanes import MAIN
 from llmq.plan.spec import Spec, refuse
 from llmq.row import Row
 from llmq.stores.activations import Frame, Frames
+from llmq.stores.fetched_weights import ALL_HERE, FetchedWeights, Homes, RemadeWeights
 from llmq.stores.fused_grads import FusedGrads, Use
 from llmq.stores.hosted import HostedGrads, HostedMoments
-from llmq.stores.remade_weights import RemadeWeights
-from llmq.stores.replicated import Alone, Homes, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
+from llmq.stores.replicated import Alone, ReplicatedGrads, ReplicatedMoments, ReplicatedWeights
 from llmq.stores.sharded import GatheredWeights, ManyRanks, ReducedGrads, ShardedGrads, ShardedMoments, ShardedWeights
 from llmq.stores.sharding import Shards
 from llmq.tensor import Ref, changed, num_norm_tiles
@@ -33,12 +33,14 @@ def weights_of(spec: Spec, rows: Sequence[Row]) -> Any:
     memory, p, sharding = spec.memory, spec.precision, spec.sharding
     # A master on the host is not the weight that forward reads.
     masters = (None, p.master) if MASTER in memory.host else (p.wide_master, None)
-    about = (rows, p.model, masters[0], Homes(memory.hosts_weight(p), masters[1]))
+    homes = Homes(memory.hosts_weight(p), masters[1])
+    about = (rows, p.model, masters[0], homes)
     if not memory.persistent_quants:  # with the masters of all rows on this rank
         remade = partial(is_quant, precision=p)
         return RemadeWeights(*about, remade=remade, own_dtype=p.wide_master, in_place=memory.zero_copy)
     if sharding.size == 1 or not (sharding.weights or sharding.states):
-        return ReplicatedWeights(*about)
+        needs_slots = homes != ALL_HERE or any(row.stored for row in rows)
+        return FetchedWeights(*about) if needs_slots else ReplicatedWeights(*about[:3])
     return (ShardedWeights if sharding.weights else GatheredWeights)(*about, sharding=sharding)
 
 

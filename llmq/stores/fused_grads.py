@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmq.row import Row
-from llmq.stores.replicated import Bundle, ReplicatedGrads, gradient_slots
+from llmq.stores.replicated import Bundle, ReplicatedGrads
 from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
 
 # What becomes of a part's gradients, by row name: called with the ops, the part, its rows and the gradients of all.
 Use = Callable[[Any, str | int, Sequence[Row], Mapping[str, Ref]], None]
+
+
+def gradient_slots(refs: Mapping[str, Ref]) -> dict[str, Ref]:
+    """By row name, slots in which the gradients of one micro-step are made."""
+    return {
+        name: replace(ref, name=f"gradient/{name}", space="activation", home="device", is_sum=True, cell=name)
+        for name, ref in refs.items()
+    }
 
 
 class FusedGrads(ReplicatedGrads):

@@ -10,7 +10,8 @@ from typing import Any
 
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
-from llmq.stores.replicated import Bundle, ReplicatedGrads, StatePiece, Update, each_of, one_ahead
+from llmq.stores.fetched_weights import one_ahead
+from llmq.stores.replicated import Bundle, ReplicatedGrads, StatePiece, Update, each_of
 from llmq.tensor import DTYPES, NORM_ROWS, Ref, changed, stored_bytes
 
 MOST_PIECES = 4096  # of all that is fetched, about: each takes a handful of calls to plan, to bind and to capture

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from llmq.optimizers.rule import MASTER, State, StateKind
 from llmq.row import Row
 from llmq.stores.sharding import part_of
-from llmq.tensor import Form, Ref
+from llmq.tensor import Ref
 
 Fetched = TypeVar("Fetched")
-# The form of a trained weight that has no wider master: the optimizer updates it in its place.
-MASTER_FORM = Form("e4m3", "row", "powers")
 
 
 class Bundle:
@@ -64,58 +60,21 @@ def names_by_part(rows: Iterable[Row]) -> dict[str | int, list[str]]:
     return found
 
 
-def one_ahead(fetched: Iterable[Fetched]) -> Iterator[Fetched]:
-    """Yields what is fetched, each after the next one was."""
-    # pairwise asks for the next one before it gives this one: that is all that runs a copy ahead.
-    for here, _ in pairwise(chain(fetched, [None])):
-        assert here is not None
-        yield here
-
-
-class Homes(NamedTuple):
-    """Which weights are `hosted` on the host, if any, and the dtype of masters there (None: they are on the device)."""
-
-    hosted: Callable[[Row], bool] | None = None
-    host_master: str | None = None
-
-
-ALL_HERE = Homes()
-
-
 class ReplicatedWeights:
-    """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master, unless masters are
-    others' (None).
+    """Refs of all parameters in `dtype`; one whose master has the same dtype is its own master. A frozen row has none,
+    and is held in its own dtype, if it has one."""
 
-    Rows that live on the host by their `homes` do so in the forms that are read of them: each walk brings them into
-    slots, so that those of two parts are on the device. A weight of the dtype of masters there is its own master.
-
-    A frozen row has no master. It is held in its own dtype, if it has one, or in a form: then every other form that is
-    read comes from a slot, cast a part of the model at a time. So is a trained row that has no wider master.
-    """
-
-    def __init__(self, rows: Sequence[Row], dtype: str, master_dtype: str | None, homes: Homes = ALL_HERE) -> None:
-        hosted = homes.hosted
-        self.rows = tuple(replace(row, home="host") if hosted and hosted(row) else row for row in rows)
-        self._master_dtypes = {"device": master_dtype, "host": homes.host_master}
-        self.refs = {row.name: self._ref(row, dtype) for row in self.rows}
+    def __init__(
+        self, rows: Sequence[Row], dtype: str, master_dtype: str | None, host_master: str | None = None
+    ) -> None:
+        self.rows, self._master_dtypes = rows, {"device": master_dtype, "host": host_master}
+        self.refs = {row.name: self._ref(row, row.dtype or dtype) for row in rows}
         self._names = names_by_part(rows)
-        self._held: dict[str | int, list[Ref]] = defaultdict(list)  # by part
-        for row in self.rows:
-            if row.stored is not None and row.layer is not None:
-                self._held[row.layer].append(self.refs[row.name])
 
     def walk(self, ops: Any, parts: Iterable[str | int], phase: str) -> Iterator[tuple[str | int, Bundle]]:
-        """Yields (part, bundle) in the order given. The next part is fetched before this one is used; what is cast are
-        slots, of which the plan keeps what is read, and for as long."""
-        # Generators: each fetch is recorded when the walk reaches it, so that copies lie between the calls of the part
-        # before, which they overlap.
-        parts = tuple(parts)
-        coming = (self._fetch(ops, part, phase) for part in self._needed(parts))
-        # Not strict: a store may fetch one part more than is walked, for what comes after.
-        for part, here in zip(parts, one_ahead(coming), strict=False):
-            refs = {name: self.refs[name] for name in self._names[part]}
-            made = self._slots(ops, part, phase, here)
-            yield part, part_bundle({**refs, **here, **made}, part)
+        """Yields (part, bundle) in the order given."""
+        for part in parts:
+            yield part, part_bundle({name: self.refs[name] for name in self._names[part]}, part)
 
     @property
     def first(self) -> ReplicatedWeights:
@@ -129,79 +88,19 @@ class ReplicatedWeights:
         """Yields what the copies of each trained row, or of those named in `only`, are written to, None for a row that
         has no other copy than its value; they are where they belong when the next row's, or the next part's, is asked
         for."""
-        rows = [row for row in self.rows if row.trainable and (only is None or row.name in only)]
-        # A row without a wider master is updated in its own form: there is no copy to write.
-        return written_here(ops, (self.refs[row.name] if row.stored is None else None for row in rows))
+        for row in self.rows:
+            if row.trainable and (only is None or row.name in only):
+                # A row without a wider master is updated in its own form: there is no copy to write.
+                yield self.refs[row.name] if row.stored is None else None
 
     def frozen(self) -> list[Ref]:
         """The rows that are not trained and whose copies are made once, of their value."""
         return [self.refs[row.name] for row in self.rows if not row.trainable and row.stored is None]
 
     def _ref(self, row: Row, dtype: str) -> Ref:
-        is_master = row.trainable and (row.dtype or dtype) == self._master_dtypes[row.home]
+        is_master = row.trainable and dtype == self._master_dtypes[row.home]
         value_in = "master" if is_master else None
-        about: dict[str, Any] = {"form": row.stored, "home": row.home, "value_in": value_in}
-        return Ref(row.name, "weight", row.shape, row.dtype or dtype, row.layer, **about)
-
-    def _needed(self, parts: tuple[str | int, ...]) -> tuple[str | int, ...]:
-        """The parts that a walk fetches."""
-        return parts
-
-    def _fetch(self, ops: Any, part: str | int, phase: str) -> dict[str, Ref]:
-        """What is read in place of a part's rows, by name, once it is where it is used: slots of those on the host."""
-        return {name: fetched(ops, ref, phase) for name, ref in self._on_host(part).items()}
-
-    def _on_host(self, part: str | int) -> dict[str, Ref]:
-        """The rows of a part that live on the host."""
-        return {name: ref for name in self._names[part] if (ref := self.refs[name]).home == "host"}
-
-    def _slots(self, ops: Any, part: str | int, phase: str, fetched: dict[str, Ref]) -> dict[str, Ref]:
-        """What a part's rows that are held in a form are read from, by name; what has been `fetched` is there."""
-        return {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
-
-    def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:
-        """A slot with every form of a row that is held in one, which never changes: their single scale is known."""
-        assert held.form is not None
-        # fp8 that is stored with a scale for each tile has none for the whole.
-        cell = None if held.form.dtype == "e4m3" and held.form.owns_scales else held.name
-        about: dict[str, Any] = {"cell": cell, "held": held}
-        slot = Ref(f"{phase}/{held.name}", "activation", held.shape, held.dtype, held.layer, **about)
-        ops.cast(slot, held)
-        return slot
-
-
-def weight_slot(ref: Ref, phase: str) -> Ref:
-    """A slot for what is read of a weight, or written, in a phase."""
-    # The scale cell is the row's own: a slot lives for one use, and a delayed scale needs the history of all of them.
-    return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
-
-
-def fetched(ops: Any, ref: Ref, phase: str) -> Ref:
-    """A weight on the device: itself, or a slot with what the host has."""
-    if ref.home == "device":
-        return ref
-    # Named by phase: forward and backward fetch it separately, and it holds no memory between the two.
-    ops.copy_to_device(slot := weight_slot(ref, phase), ref)
-    return slot
-
-
-def written_here(ops: Any, refs: Iterable[Ref | None]) -> Iterator[Ref | None]:
-    """Each weight that is written, or a slot for one of the host, which is sent there when the next is asked for."""
-    for ref in refs:
-        if ref is None or ref.home == "device":
-            yield ref
-            continue
-        # What writes the slot is recorded before the generator continues, and so before the copy back.
-        yield (slot := weight_slot(ref, "update"))
-        ops.copy_to_host(ref, slot)
-
-
-def gradient_slots(refs: Mapping[str, Ref]) -> dict[str, Ref]:
-    """By row name, slots in which the gradients of one micro-step are made."""
-    return {
-        name: replace(ref, name=f"gradient/{name}", space="activation", home="device", is_sum=True, cell=name)
-        for name, ref in refs.items()
-    }
+        return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored, home=row.home, value_in=value_in)
 
 
 class ReplicatedGrads:

@@ -13,21 +13,9 @@ from typing import Any
 
 from llmq.optimizers.rule import StateKind
 from llmq.row import Row
-from llmq.stores.replicated import (
-    ALL_HERE,
-    Bundle,
-    Homes,
-    ReplicatedGrads,
-    ReplicatedMoments,
-    ReplicatedWeights,
-    StatePiece,
-    Update,
-    each_of,
-    fetched,
-    gradient_slots,
-    weight_slot,
-    written_here,
-)
+from llmq.stores.fetched_weights import ALL_HERE, FetchedWeights, Homes, fetched, weight_slot, written_here
+from llmq.stores.fused_grads import gradient_slots
+from llmq.stores.replicated import Bundle, ReplicatedGrads, ReplicatedMoments, StatePiece, Update, each_of
 from llmq.stores.sharding import Bounds, Sharding, Shards, part_of
 from llmq.tensor import NORM_ROWS, Ref, changed
 
@@ -175,7 +163,7 @@ class ShardedMoments(ReplicatedMoments):
             yield Update(row, (StatePiece(self.refs[row.name], self._shards.first(row)),))
 
 
-class GatheredWeights(ReplicatedWeights):
+class GatheredWeights(FetchedWeights):
     """Weights that every rank holds whole. The update writes this rank's share of each, in the forms in which shares
     are those of the whole; all are gathered in the next forward pass, each part while the one before it computes.
 

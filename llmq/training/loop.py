@@ -139,8 +139,7 @@ class Loop:
             batch = loader.next(self._ends)
             wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
             first, last = micro_step == 0, micro_step == ready.data.grad_accumulation - 1
-            if self.engine.needs_warm_up:
-                self.engine.warm_up(batch)
+            self.engine.warm_up(batch)
             if first:
                 looked = time.perf_counter()
                 self._tell("before_step", batch)

@@ -37,8 +37,7 @@ def test_noise_is_the_same_whatever_is_recomputed(dtypes):
     for memory in (Memory(), Memory(("recompute_block",))):
         engine = Engine(plan_of(dtypes, memory, regularization=NOISE), HostBackend(), poison=True)
         engine.load(parameters(engine.plan))
-        if engine.needs_warm_up:
-            engine.warm_up(replace(batch(), places=PLACES))
+        engine.warm_up(replace(batch(), places=PLACES))
         engine.micro_step(replace(batch(), places=PLACES))
         losses.add(engine.update(1, 1e-2).loss)
         states.append(bits(engine))

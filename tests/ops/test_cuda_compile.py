@@ -26,7 +26,7 @@ from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.ops.seam import Arguments
 from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
-from llmq.stores.replicated import MASTER_FORM
+from llmq.stores.fetched_weights import MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, Ref, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of

@@ -8,7 +8,7 @@ import pytest
 from llmq.operands import Output, Tensor
 from llmq.ops.reference import OPS
 from llmq.optimizers.adamw import M, V
-from llmq.stores.replicated import MASTER_FORM
+from llmq.stores.fetched_weights import MASTER_FORM
 from llmq.tensor import DTYPES, Form, scale_shape
 
 from .build import output, tensor

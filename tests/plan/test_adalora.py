@@ -39,8 +39,7 @@ def engine(plan, backend=None):
     """An engine with values of E, and settled scales."""
     found = Engine(plan, backend or HostBackend(), poison=True)
     found.load(parameters(plan))
-    if found.needs_warm_up:
-        found.warm_up(placed())
+    found.warm_up(placed())
     return found
 
 

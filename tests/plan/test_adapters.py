@@ -74,8 +74,7 @@ def warm(plan, values=None):
     """An engine with settled scales, of a plan with dropout too, on random parameters but for `values` by name."""
     engine = Engine(plan, HostBackend(), poison=True)
     engine.load([(row, (values or {}).get(row.name, value)) for row, value in parameters(plan)])
-    if engine.needs_warm_up:
-        engine.warm_up(placed())
+    engine.warm_up(placed())
     return engine
 
 

@@ -13,7 +13,7 @@ from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.operands import Output, Tensor
 from llmq.plan.memory import Memory
-from llmq.stores.replicated import MASTER_FORM
+from llmq.stores.fetched_weights import MASTER_FORM
 from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
 

@@ -96,7 +96,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
     order = sample_order(np.arange(STEPS * ACCUMULATION * B), len(tokens), SEED).reshape(STEPS, ACCUMULATION, B)
     seen = [record for record in records if isinstance(record, TrainRecord)]
     for step, (record, rate) in enumerate(zip(seen, RATES, strict=True), 1):
-        if step == 1 and engine.needs_warm_up:
+        if step == 1:
             engine.warm_up(Batch(tokens[order[0, 0]], targets[order[0, 0]]))
         for micro_step, rows in enumerate(order[step - 1]):
             engine.micro_step(Batch(tokens[rows], targets[rows]), first=micro_step == 0)
