@@ -50,9 +50,14 @@ class Card:
     bf16: float
     e4m3: float | None
     fp32: float
-    source: str  # of the rates
+    paper: str = ""  # of the rates, where it is not the card's datasheet
     memory: float | None = None
     nvlink: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Where the rates are from."""
+        return self.paper or f"NVIDIA {self.name} datasheet"
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -87,95 +92,68 @@ class Card:
 
 
 PAPERS = (
-    Card("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), (8, 0), 108, 40960,
-         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet", memory=1555),
-    Card("A100 80GB", ("A100-SXM4-80GB", "A100 80GB PCIe"), (8, 0), 108, 81920,
-         312, None, 19.5, "NVIDIA A100 Tensor Core GPU datasheet", memory=2039),
-    Card("A800 40GB", ("A800-SXM4-40GB", "A800 40GB Active"), (8, 0), 108, 40960,
-         312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
-    Card("A800 80GB", ("A800-SXM4-80GB", "A800 80GB PCIe"), (8, 0), 108, 81920,
-         312, None, 19.5, "NVIDIA A800 datasheet (624 with sparsity)"),
-    Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, "NVIDIA A30 datasheet (330 with sparsity)", memory=933),
-    Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, "NVIDIA H20 datasheet", memory=4000, nvlink=450),
-    Card("H20 141GB", ("H20-3e",), (9, 0), 78, 143771, 148, 296, 44, "NVIDIA H20 datasheet", nvlink=450),
-    Card("H800", ("H800",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9,
-         "NVIDIA H800 datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)", memory=3350, nvlink=200),
+    Card("A100 40GB", ("A100-SXM4-40GB", "A100-PCIE-40GB"), (8, 0), 108, 40960, 312, None, 19.5, memory=1555),
+    Card("A100 80GB", ("A100-SXM4-80GB", "A100 80GB PCIe"), (8, 0), 108, 81920, 312, None, 19.5, memory=2039),
+    Card("A800 40GB", ("A800-SXM4-40GB", "A800 40GB Active"), (8, 0), 108, 40960, 312, None, 19.5),
+    Card("A800 80GB", ("A800-SXM4-80GB", "A800 80GB PCIe"), (8, 0), 108, 81920, 312, None, 19.5),
+    Card("A30", ("A30",), (8, 0), 56, 24576, 165, None, 10.3, memory=933),
+    Card("H20", ("H20",), (9, 0), 78, 97871, 148, 296, 44, memory=4000, nvlink=450),
+    Card("H20 141GB", ("H20-3e",), (9, 0), 78, 143771, 148, 296, 44, nvlink=450),
+    # The sheets of the next cards round: digits of the H100 SXM where they have its chip.
+    Card("H800", ("H800",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, memory=3350, nvlink=200),
     Card("H100 SXM", ("H100 80GB HBM3",), (9, 0), 132, 81559, 989.4, 1978.9, 66.9, HOPPER, memory=3350, nvlink=450),
     Card("H100 PCIe", ("H100 PCIe",), (9, 0), 114, 81559, 756, 1513, 51.2, HOPPER, memory=2000),
-    Card("H100 NVL", ("H100 NVL",), (9, 0), 132, 95830, 835.5, 1670.5, 60,
-         "NVIDIA H100 Tensor Core GPU datasheet (1671 and 3341 with sparsity)", memory=3900),
-    Card("H200", ("H200",), (9, 0), 132, 143771, 989.4, 1978.9, 66.9,
-         "NVIDIA H200 Tensor Core GPU datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)",
-         memory=4800, nvlink=450),
-    Card("H200 NVL", ("H200 NVL",), (9, 0), 132, 143771, 835.5, 1670.5, 60,
-         "NVIDIA H200 Tensor Core GPU datasheet (1671 and 3341 with sparsity)", memory=4800),
-    Card("GH200 96GB", ("GH200 480GB", "GH200 120GB"), (9, 0), 132, 97871, 989.4, 1978.9, 66.9,
-         "NVIDIA GH200 Grace Hopper Superchip datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
-    Card("GH200 144GB", ("GH200 144G HBM3e",), (9, 0), 132, 145920, 989.4, 1978.9, 66.9,
-         "NVIDIA GH200 Grace Hopper Superchip datasheet (1979 and 3958 with sparsity; digits of the H100 SXM)"),
-    Card("B100", ("B100",), (10, 0), 148, 183359, 1750, 3500, 60,
-         "NVIDIA Blackwell datasheet, HGX B100, one GPU (3.5 and 7 PFLOP/s with sparsity)"),
-    Card("B200", ("B200",), (10, 0), 148, 183359, 2250, 4500, 75,
-         "NVIDIA Blackwell datasheet, HGX B200, one GPU (4.5 and 9 PFLOP/s with sparsity)", memory=8000, nvlink=900),
-    Card("GB200", ("GB200",), (10, 0), 152, 189471, 2500, 5000, 80,
-         "NVIDIA GB200 NVL72 datasheet, one GPU (5 and 10 PFLOP/s with sparsity)", memory=8000, nvlink=900),
+    Card("H100 NVL", ("H100 NVL",), (9, 0), 132, 95830, 835.5, 1670.5, 60, memory=3900),
+    Card("H200", ("H200",), (9, 0), 132, 143771, 989.4, 1978.9, 66.9, memory=4800, nvlink=450),
+    Card("H200 NVL", ("H200 NVL",), (9, 0), 132, 143771, 835.5, 1670.5, 60, memory=4800),
+    Card("GH200 96GB", ("GH200 480GB", "GH200 120GB"), (9, 0), 132, 97871, 989.4, 1978.9, 66.9),
+    Card("GH200 144GB", ("GH200 144G HBM3e",), (9, 0), 132, 145920, 989.4, 1978.9, 66.9),
+    Card("B100", ("B100",), (10, 0), 148, 183359, 1750, 3500, 60, "NVIDIA Blackwell datasheet, HGX B100, one GPU"),
+    Card("B200", ("B200",), (10, 0), 148, 183359, 2250, 4500, 75, "NVIDIA Blackwell datasheet, HGX B200, one GPU",
+         memory=8000, nvlink=900),
+    Card("GB200", ("GB200",), (10, 0), 152, 189471, 2500, 5000, 80, "NVIDIA GB200 NVL72 datasheet, one GPU",
+         memory=8000, nvlink=900),
     Card("B300", ("B300 SXM6 AC",), (10, 3), 148, 275040, 2250, 4500, 75,
-         "NVIDIA HGX B300 specifications, an eighth (36 and 72 PFLOP/s with sparsity, 600 TFLOP/s fp32)",
+         "NVIDIA HGX B300 specifications, an eighth of it", memory=8000, nvlink=900),
+    Card("GB300", ("GB300",), (10, 3), 152, 284208, 2500, 5000, 80, "NVIDIA GB300 NVL72 specifications, one GPU",
          memory=8000, nvlink=900),
-    Card("GB300", ("GB300",), (10, 3), 152, 284208, 2500, 5000, 80,
-         "NVIDIA GB300 NVL72 specifications, one GPU (360 and 720 PFLOP/s for 72 with sparsity)",
-         memory=8000, nvlink=900),
-    Card("L20", ("L20",), (8, 9), 92, 46068, 119.5, 239, 59.8, "NVIDIA L20 datasheet"),
-    Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, "NVIDIA L4 datasheet (242 and 485 with sparsity)",
-         memory=300),
-    Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, "NVIDIA L40 datasheet", memory=864),
-    Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, "NVIDIA L40S datasheet", memory=864),
-    Card("A2", ("A2",), (8, 6), 10, 15356, 18, None, 4.5, "NVIDIA A2 datasheet (36 with sparsity)"),
-    Card("A10", ("A10",), (8, 6), 72, 23028, 125, None, 31.2, "NVIDIA A10 datasheet (250 with sparsity)", memory=600),
-    Card("A10G", ("A10G",), (8, 6), 80, 23028, 70, None, 35, "NVIDIA A10G datasheet (140 with sparsity)"),
+    Card("L20", ("L20",), (8, 9), 92, 46068, 119.5, 239, 59.8),
+    Card("L4", ("L4",), (8, 9), 58, 23034, 121, 242.5, 30.3, memory=300),
+    Card("L40", ("L40",), (8, 9), 142, 46068, 181.05, 362, 90.5, memory=864),
+    Card("L40S", ("L40S",), (8, 9), 142, 46068, 362.05, 733, 91.6, memory=864),
+    Card("A2", ("A2",), (8, 6), 10, 15356, 18, None, 4.5),
+    Card("A10", ("A10",), (8, 6), 72, 23028, 125, None, 31.2, memory=600),
+    Card("A10G", ("A10G",), (8, 6), 80, 23028, 70, None, 35),
     Card("A16", ("A16",), (8, 6), 10, 15356, 17.9, None, 4.5, "NVIDIA A16 datasheet, one of four GPUs"),
-    Card("A40", ("A40",), (8, 6), 84, 46068, 149.7, None, 37.4, "NVIDIA A40 datasheet", memory=696),
-    Card("RTX 6000 Ada", ("RTX 6000 Ada Generation",), (8, 9), 142, 49140, 364.2, 728.5, 91.1,
-         "NVIDIA RTX 6000 Ada Generation datasheet (1457 fp8 with sparsity)", memory=960),
-    Card("RTX PRO 6000", ("RTX PRO 6000 Blackwell Workstation Edition",), (12, 0), 188, 97887,
-         503.8, 1007.6, 126, RTX_PRO, memory=1792),
-    Card("RTX PRO 6000 Max-Q", ("RTX PRO 6000 Blackwell Max-Q Workstation Edition",), (12, 0), 188, 97887,
-         438.9, 877.8, 109.7, RTX_PRO),
-    Card("RTX PRO 6000 Server", ("RTX PRO 6000 Blackwell Server Edition",), (12, 0), 188, 97887, 500, 1000, 120,
-         "NVIDIA RTX PRO 6000 Blackwell Server Edition datasheet (1 and 2 PFLOP/s with sparsity)"),
+    Card("A40", ("A40",), (8, 6), 84, 46068, 149.7, None, 37.4, memory=696),
+    Card("RTX 6000 Ada", ("RTX 6000 Ada Generation",), (8, 9), 142, 49140, 364.2, 728.5, 91.1, memory=960),
+    Card("RTX PRO 6000", ("RTX PRO 6000 Blackwell Workstation Edition",), (12, 0), 188, 97887, 503.8, 1007.6, 126,
+         RTX_PRO, memory=1792),
+    Card("RTX PRO 6000 Max-Q", ("RTX PRO 6000 Blackwell Max-Q Workstation Edition",), (12, 0), 188, 97887, 438.9,
+         877.8, 109.7, RTX_PRO),
+    Card("RTX PRO 6000 Server", ("RTX PRO 6000 Blackwell Server Edition",), (12, 0), 188, 97887, 500, 1000, 120),
     # No dense bf16 rate is published. Its 1 PFLOP/s of sparse fp4 is 8 times the dense bf16 rate on every other card of
     # capability 12.x that sums in f32 at full rate, and cudnn-frontend's benchmarks count 1024 FLOP per clock and SM.
     Card("GB10", ("GB10",), (12, 1), 48, 124546, 125, 250, 31,
-         "NVIDIA DGX Spark datasheet (1 PFLOP/s of fp4 with sparsity; bf16 an eighth, fp8 a quarter of it); "
-         "fp32: NVIDIA at Hot Chips 2025", memory=273),
+         "NVIDIA DGX Spark datasheet, of sparse fp4; fp32: NVIDIA at Hot Chips 2025", memory=273),
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CardFamily:
-    """Cards of one generation: `flops` are bf16 products summed in f32 per clock and SM, `reported` a driver's name."""
-
-    capability: tuple[int, int]
-    flops: int
-    reported: str
-    source: str
-    cards: tuple[tuple[Any, ...], ...]  # name, SMs, boost clock in MHz, MiB; GB/s of its memory, if known
-
-    def all(self) -> tuple[Card, ...]:
-        """The cards, with the rates that follow."""
-        return tuple(self._card(*row) for row in self.cards)
-
-    def _card(self, name: str, num_sms: int, megahertz: int, memory_mib: int, memory: float | None = None) -> Card:
-        bf16, fp32 = (round(num_sms * flops * megahertz / 1e6, 1) for flops in (self.flops, 256))
-        e4m3 = round(num_sms * 2 * self.flops * megahertz / 1e6, 1) if self.capability >= (8, 9) else None
+def family(capability: tuple[int, int], flops: int, reported: str, source: str, *cards: tuple[Any, ...]) -> list[Card]:
+    """Cards of one generation, with the rates that follow: `flops` are bf16 products summed in f32 per clock and SM,
+    `reported` a driver's name, and each of `cards` has its name, SMs, boost clock in MHz, MiB, and GB/s if known."""
+    found = []
+    for name, num_sms, megahertz, memory_mib, *memory in cards:
+        bf16, fp32, fp8 = (round(num_sms * each * megahertz / 1e6, 1) for each in (flops, 256, 2 * flops))
         # Two sizes of a GeForce card are one name to the driver: here it is the first's.
-        is_other = name.endswith("GB") and self.reported.startswith("GeForce")
-        reported = () if is_other else (self.reported.format(name),)
-        return Card(name, reported, self.capability, num_sms, memory_mib, bf16, e4m3, fp32, self.source, memory)
+        names = () if name.endswith("GB") and reported.startswith("GeForce") else (reported.format(name),)
+        e4m3 = fp8 if capability >= (8, 9) else None
+        found.append(Card(name, names, capability, num_sms, memory_mib, bf16, e4m3, fp32, source, *memory))
+    return found
 
 
 FAMILIES = (
-    CardFamily((8, 6), 512, "GeForce {}", AMPERE, (
+    *family((8, 6), 512, "GeForce {}", AMPERE,
         ("RTX 2050", 16, 1477, 4096),  # a laptop's, of Ampere
         ("RTX 3050", 20, 1777, 8192), ("RTX 3050 6GB", 18, 1470, 6144), ("RTX 3060", 28, 1777, 12288, 360),
         ("RTX 3060 8GB", 28, 1777, 8192), ("RTX 3060 Ti", 38, 1665, 8192),
@@ -187,8 +165,8 @@ FAMILIES = (
         ("RTX 3070 Laptop GPU", 40, 1620, 8192), ("RTX 3070 Ti Laptop GPU", 46, 1485, 8192),
         ("RTX 3080 Laptop GPU", 48, 1710, 8192), ("RTX 3080 Laptop GPU 16GB", 48, 1710, 16384),
         ("RTX 3080 Ti Laptop GPU", 58, 1590, 16384),
-    )),
-    CardFamily((8, 9), 512, "GeForce {}", ADA, (
+    ),
+    *family((8, 9), 512, "GeForce {}", ADA,
         ("RTX 4060", 24, 2460, 8188), ("RTX 4060 Ti", 34, 2535, 8188), ("RTX 4060 Ti 16GB", 34, 2535, 16380, 288),
         ("RTX 4070", 46, 2475, 12282, 504), ("RTX 4070 SUPER", 56, 2475, 12282), ("RTX 4070 Ti", 60, 2610, 12282),
         ("RTX 4070 Ti SUPER", 66, 2610, 16376), ("RTX 4080", 76, 2505, 16376, 717),
@@ -196,8 +174,8 @@ FAMILIES = (
         ("RTX 4090", 128, 2520, 24564, 1008), ("RTX 4090 D", 114, 2520, 24564), ("RTX 4050 Laptop GPU", 20, 2370, 6141),
         ("RTX 4060 Laptop GPU", 24, 2370, 8188), ("RTX 4070 Laptop GPU", 36, 2175, 8188),
         ("RTX 4080 Laptop GPU", 58, 2280, 12282), ("RTX 4090 Laptop GPU", 76, 2040, 16376),
-    )),
-    CardFamily((12, 0), 512, "GeForce {}", RTX_BLACKWELL, (
+    ),
+    *family((12, 0), 512, "GeForce {}", RTX_BLACKWELL,
         ("RTX 5050", 20, 2572, 8151), ("RTX 5060", 30, 2497, 8151), ("RTX 5060 Ti", 36, 2572, 8151),
         ("RTX 5060 Ti 16GB", 36, 2572, 16311), ("RTX 5070", 48, 2512, 12227), ("RTX 5070 Ti", 70, 2452, 16303, 896),
         ("RTX 5080", 84, 2617, 16303, 960), ("RTX 5090", 170, 2407, 32607, 1792),
@@ -205,23 +183,23 @@ FAMILIES = (
         ("RTX 5060 Laptop GPU", 26, 2497, 8151), ("RTX 5070 Laptop GPU", 36, 2347, 8151),
         ("RTX 5070 Ti Laptop GPU", 46, 2220, 12227), ("RTX 5080 Laptop GPU", 60, 2287, 16303),
         ("RTX 5090 Laptop GPU", 82, 2160, 24463),
-    )),
-    CardFamily((8, 6), 1024, "{}", f"{AMPERE}; datasheets of the RTX A series", (
+    ),
+    *family((8, 6), 1024, "{}", f"{AMPERE}; datasheets of the RTX A series",
         ("RTX A400", 6, 1762, 4094), ("RTX A1000", 18, 1462, 8188), ("RTX A2000", 26, 1200, 6138),
         ("RTX A2000 12GB", 26, 1200, 12282), ("RTX A4000", 48, 1560, 16376), ("RTX A4500", 56, 1650, 20470),
         ("RTX A5000", 64, 1695, 24564), ("RTX A5500", 80, 1665, 24564), ("RTX A6000", 84, 1800, 49140, 768),
-    )),
-    CardFamily((8, 9), 1024, "{} Generation", f"{ADA}; datasheets of the Ada workstation cards", (
+    ),
+    *family((8, 9), 1024, "{} Generation", f"{ADA}; datasheets of the Ada workstation cards",
         ("RTX 2000 Ada", 22, 2130, 16380), ("RTX 4000 SFF Ada", 48, 1560, 20475), ("RTX 4000 Ada", 48, 2175, 20475),
         ("RTX 4500 Ada", 60, 2580, 24570), ("RTX 5000 Ada", 100, 2550, 32760), ("RTX 5880 Ada", 110, 2460, 49140),
-    )),
+    ),
     # Clocks that give the AI TOPS of the datasheets, which are of sparse fp4: 8 times bf16.
-    CardFamily((12, 0), 1024, "{} Blackwell", f"{RTX_PRO}; datasheets of the other cards", (
+    *family((12, 0), 1024, "{} Blackwell", f"{RTX_PRO}; datasheets of the other cards",
         ("RTX PRO 2000", 34, 1957, 16311), ("RTX PRO 4000", 70, 2054, 24467), ("RTX PRO 4500", 82, 2511, 32623),
         ("RTX PRO 5000", 110, 2290, 48935),
         ("RTX PRO 4000 SFF", 70, 1343, 24467),  # 770 TOPS
         ("RTX PRO 5000 72GB", 110, 2290, 73402),  # half as much again as the other's memory
-    )),
+    ),
 )  # fmt: skip
 # What is typed for a card whose name has more, or another order: of several sizes, the usual one.
 SHORT = {
@@ -237,7 +215,7 @@ SHORT = {
     "GB10": "DGX Spark",
 }
 ABOUT = 1.15  # times the memory of another card: a step in how unlike cards are
-CARDS = (*PAPERS, *(card for family in FAMILIES for card in family.all()))
+CARDS = (*PAPERS, *FAMILIES)
 
 
 def find(reported: str) -> Card | None:
@@ -267,15 +245,10 @@ def rated(card: Card) -> Card:
     return min((one for one in CARDS if one.memory_rate and one.e4m3), key=unlikeness)
 
 
-def names() -> list[str]:
-    """Our names of all cards."""
-    return [card.name for card in CARDS]
-
-
 def nearest(text: str) -> list[str]:
     """Names that `text` may mean; all, if it resembles none."""
     near = difflib.get_close_matches(_spelled(text), list(_by_name()), n=6)
-    return list(dict.fromkeys(_by_name()[name].name for name in near))[:4] or names()
+    return list(dict.fromkeys(_by_name()[name].name for name in near))[:4] or [card.name for card in CARDS]
 
 
 def _of_size(text: str) -> Card | None:
@@ -284,7 +257,7 @@ def _of_size(text: str) -> Card | None:
     memory_mib = int(float(size[1]) * GIB / MIB) if size else 0
     if memory_mib * MIB <= CONTEXT_BYTES:
         return None
-    return Card(f"{float(size[1]):g} GiB" if size else "", (), (9, 0), 0, memory_mib, 0, None, 0, "")
+    return Card(f"{float(size[1]):g} GiB" if size else "", (), (9, 0), 0, memory_mib, 0, None, 0)
 
 
 @cache

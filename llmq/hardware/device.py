@@ -77,14 +77,41 @@ def cuda_backend_problem() -> Problem | None:
 
 
 def pick_device(options: SystemOptions) -> Device:
-    """The device to compute on, or with `--gpu` to plan for. UsageError if the requested one cannot be used."""
-    if options.gpu is not None:
-        card = gpus.named(options.gpu)
-        if card is None:
-            known = ", ".join(gpus.nearest(options.gpu))
-            raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
-        return _limited(Device("cuda", planned=card, num_sharing=max(options.gpus, 1)), options.memory_limit)
-    return pick(options.device, options.memory_limit)
+    """The device to compute on, or with `--gpu` to plan for; with `--memory-limit` it is taken to have no more memory.
+
+    UsageError if the requested one cannot be used, and for a limit below what CUDA's context takes.
+    """
+    if options.gpu is None:
+        device = pick(options.device)
+    elif (card := gpus.named(options.gpu)) is not None:
+        device = Device("cuda", planned=card, num_sharing=max(options.gpus, 1))
+    else:
+        known = ", ".join(gpus.nearest(options.gpu))
+        raise UsageError(f"--gpu {options.gpu} is not a known card: give a size such as 24GiB, or one of {known}")
+    limit = size_bytes(options.memory_limit) if options.memory_limit else None
+    if device.kind == "cuda" and limit is not None and limit <= gpus.CONTEXT_BYTES:
+        raise UsageError(
+            f"--memory-limit {options.memory_limit} leaves nothing beside CUDA's context, which is taken to need "
+            f"{shown(gpus.CONTEXT_BYTES)}: use more"
+        )
+    return replace(device, limit_bytes=limit)
+
+
+def pick(device: str) -> Device:
+    """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
+    if device == "cpu":
+        return CPU
+    problem = cuda_backend_problem()
+    if problem is None:
+        driver = cuda_driver.read()
+        assert driver is not None
+        return Device("cuda", gpu=driver.gpus[0])
+    if device == "cuda":
+        raise UsageError(f"--device cuda: {problem}; or use --device cpu")
+    if cuda_driver.load() is None:
+        return CPU
+    there = "a GPU is there, but " if problem.has_gpu else ""
+    return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
 
 
 def gpu_addresses(gpus: int) -> list[str]:
@@ -113,43 +140,6 @@ def planned_gpus(options: SystemOptions) -> int:
     if options.gpu is not None:
         raise UsageError(f"--gpus 0 counts the GPUs of this machine, and --gpu {options.gpu} is another: give a number")
     return len(gpu_addresses(0))
-
-
-def pick(device: str, memory_limit: str | None = None) -> Device:
-    """The device of `auto`, `cpu` or `cuda`, taken to have no more memory than a size such as `16GiB`.
-
-    UsageError for a GPU that cannot be used, and for a limit below what CUDA's context takes.
-    """
-    return _limited(_picked(device), memory_limit)
-
-
-def _limited(device: Device, memory_limit: str | None) -> Device:
-    """The device with a limit."""
-    if memory_limit is None:
-        return device
-    limit = size_bytes(memory_limit)
-    if device.kind == "cuda" and limit is not None and limit <= gpus.CONTEXT_BYTES:
-        raise UsageError(
-            f"--memory-limit {memory_limit} leaves nothing beside CUDA's context, which is taken to need "
-            f"{shown(gpus.CONTEXT_BYTES)}: use more"
-        )
-    return replace(device, limit_bytes=limit)
-
-
-def _picked(device: str) -> Device:
-    if device == "cpu":
-        return CPU
-    problem = cuda_backend_problem()
-    if problem is None:
-        driver = cuda_driver.read()
-        assert driver is not None
-        return Device("cuda", gpu=driver.gpus[0])
-    if device == "cuda":
-        raise UsageError(f"--device cuda: {problem}; or use --device cpu")
-    if cuda_driver.load() is None:
-        return CPU
-    there = "a GPU is there, but " if problem.has_gpu else ""
-    return Device(note=f"{there}{problem.what}: training on the CPU (for the GPU: {problem.fix})")
 
 
 def use(device: Device, index_of: Callable[[int], int]) -> Device:

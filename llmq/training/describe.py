@@ -11,7 +11,6 @@ from llmq.data.chat.samples import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
 from llmq.hardware import device
-from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
@@ -19,17 +18,14 @@ from llmq.training.log import SUMMARY, RunLog
 from llmq.training.ready import Ready
 
 
-def describe(
-    run: Ready, log: RunLog, given: Collection[str], speed: GemmSpeed | None, matmuls: Mapping[str, str]
-) -> None:
+def describe(run: Ready, log: RunLog, given: Collection[str], matmuls: Mapping[str, str]) -> None:
     """Writes the sections. `given` are the options that are no defaults, and `matmuls` the choices of timing.
 
     Nothing is refused from here on: an error is the first thing that is seen of a run.
     """
     plan = run.plan
     log.options(run.options, given)
-    measured = {"measured": f"matrix products at {speed.line}"} if speed else {}
-    log.system({**device.system_facts(run.device), **measured})
+    log.system(device.system_facts(run.device))
     architecture = plan.spec.config.architecture
     log.model(run.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=architecture)
     if not all(row.trainable for row in plan.rows):

@@ -14,9 +14,8 @@ from llmq.errors import UsageError
 from llmq.files.huggingface import exports_anyway
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
 from llmq.generation.prompts import Question, read_questions
-from llmq.hardware import device, gemm_speed
+from llmq.hardware import device
 from llmq.hardware.device import Device
-from llmq.hardware.gemm_speed import GemmSpeed
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
@@ -87,7 +86,6 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
-    speed = None if start.is_dry else gemm_speed.measure(start.device)
     backend = _open_backend(options, start)
     fit = _fit(options, facts, trains.data, backend, start)
     if memory.is_to_fit(options.memory):
@@ -109,13 +107,13 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
         options=fit.options.to_flat(),
         fitted=fit.changes,
         can_restart=ranks.can_restart,
-        results=_results(fit.options, trains, planned, start, speed),
+        results=_results(fit.options, trains, planned, start),
     )
     given = minimal(fit.options)
     run = replace(run, results=_with_advice(run, given))
     check_memory(run, fit.options, log)
     needs = check_disk(run, start.earlier.step)
-    describe(run, log, given, speed, planned.matmuls)
+    describe(run, log, given, planned.matmuls)
     if start.is_dry:
         describe_dry(run, log, needs)
     elif ranks.is_first:
@@ -222,7 +220,7 @@ def _open_exports(options: Options, trains: RunData, plan: Plan, start: Start) -
     return replace(opened, notices=(*opened.notices, *of_base))
 
 
-def _results(options: Options, trains: RunData, planned: Planned, start: Start, speed: GemmSpeed | None) -> Results:
+def _results(options: Options, trains: RunData, planned: Planned, start: Start) -> Results:
     """Where what the run leaves goes, and what is known so far that the user should know."""
     opened = _open_exports(options, trains, planned.plan, start)
     return Results(
@@ -232,7 +230,6 @@ def _results(options: Options, trains: RunData, planned: Planned, start: Start, 
         resume=start.earlier.path,
         continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
         notices=(*options.notices, *start.early, *opened.notices),
-        warnings=(speed.warning,) if speed and speed.warning else (),
     )
 
 
@@ -240,4 +237,4 @@ def _with_advice(run: Ready, given: Mapping[str, object]) -> Results:
     """The results with what the options that are `given` and the data give to think about."""
     found = rate_warnings(run.trains.schedule.peak)
     notices = (*run.results.notices, *without_effect(run, given))
-    return replace(run.results, notices=notices, warnings=(*run.results.warnings, *run.data.warnings(), *found))
+    return replace(run.results, notices=notices, warnings=(*run.data.warnings(), *found))

@@ -40,7 +40,7 @@ class Results:
     resume: Path | None  # the checkpoint that it continues
     continue_command: str
     notices: tuple[str, ...]
-    warnings: tuple[str, ...]  # what may spoil the run
+    warnings: tuple[str, ...] = ()  # what may spoil the run
 
 
 @dataclass(frozen=True)

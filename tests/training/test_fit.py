@@ -19,6 +19,7 @@ from llmq.hardware.device import pick_device
 from llmq.model.config import to_hf
 from llmq.model.presets import preset
 from llmq.options.parse import Options
+from llmq.options.run import SystemOptions
 from llmq.plan import precision
 from llmq.plan.plan import make_plan
 from llmq.plan.remedies import Terms, changes, typed
@@ -239,7 +240,7 @@ def test_a_limit_is_the_memory_that_a_card_has():
     above = options_of("m", gpu="A2", memory_limit="1000GiB")
     card = cards.named("A2")
     assert device.memory_bytes(pick_device(above.system)) == (card.total_bytes, card.free_bytes)
-    assert device.memory_bytes(device.pick("cpu", "64MiB"))[1] <= 64 * MIB
+    assert device.memory_bytes(device.pick_device(SystemOptions(device="cpu", memory_limit="64MiB")))[1] <= 64 * MIB
     with pytest.raises(UsageError, match="--memory-limit 1GiB leaves nothing beside CUDA's context"):
         pick_device(options_of("m", memory_limit="1GiB").system)
 

@@ -87,25 +87,6 @@ def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):
     records = [json.loads(line) for line in result.log_path.read_text().splitlines()]
     (first, _) = [record for record in records if record["type"] == "gpu"]
     assert first["throttled"] == ["power cap"] and first["pcie_rx_kb_s"] == 12_400
-    assert "matrix products at 700 TFLOP/s, 71% of the card's peak" in told and "This GPU" not in told
-
-
-def test_a_slow_gpu_is_told_when_the_run_begins(given, monkeypatch):
-    fake_gpu.install(monkeypatch)
-    monkeypatch.setattr("llmq.hardware.device.measured_cuda_peak", lambda dtype: 1e14)
-    monkeypatch.setattr("llmq.hardware.gemm_speed._while_working", lambda uuid, flops: READING)
-    result = llmq.train(**given)
-    (warning,) = [event["text"] for event in read_log(result.log_path).events if "slow" in event.get("text", "")]
-    assert warning.startswith("This GPU is slow: matrix products run at 100 TFLOP/s, 10%")
-    assert "slowed down by power cap" in warning and warning in given["console"].getvalue()
-    assert not read_log(result.log_path).gpu["step"].size
-
-
-def test_a_dry_run_multiplies_nothing(given, monkeypatch):
-    fake_gpu.install(monkeypatch)
-    monkeypatch.setattr("llmq.hardware.device.measured_cuda_peak", lambda dtype: pytest.fail("measured"))
-    llmq.train(**given, dry_run=True)
-    assert "matrix products" not in given["console"].getvalue()
 
 
 def test_on_the_cpu_it_is_refused_before_anything_is_made(given, tmp_path):
