@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from llmq.files.background import Saver, Snapshot
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import Keep, TensorSlice
+from llmq.files.writers import Keep, Saver, Snapshot, TensorSlice
 from llmq.screen import StartTask, unshown
 
 

@@ -17,9 +17,10 @@ from golden.engines import FP32, FP64
 from golden.peft_judge import assert_same_logits, by_name, drawn, engine_of, export_base, hyper, ours
 from safetensors.numpy import load_file
 
-from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.importance import Budget
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import open_adapter
+from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import T, on_weights
 
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import open_adapter
+from llmq.adapters.resolve import open_adapter
 from llmq.backends.host import HostBackend
 from llmq.data.tokens.token_file import TokenFile
 from llmq.engine.engine import Engine

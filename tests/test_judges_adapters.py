@@ -33,7 +33,7 @@ from safetensors.numpy import load_file
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import open_adapter
+from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets, trained_in_full
 from llmq.data.batches.batch import Batch
 from llmq.files.source import find_source

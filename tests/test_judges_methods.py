@@ -36,7 +36,7 @@ from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import merge
 from llmq.adapters.part import PartOfModel
-from llmq.adapters.peft import open_adapter
+from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch

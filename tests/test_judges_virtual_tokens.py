@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from tiny_engines import next_logits
 
 from llmq.adapters.merge import merge
-from llmq.adapters.peft import open_adapter
+from llmq.adapters.resolve import open_adapter
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch

@@ -21,13 +21,11 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field, PlainValidator
 
-from llmq.adapters.importance import Importance
+from llmq.adapters.importance import Budget, Importance
 from llmq.adapters.lora import Lora, shared
-from llmq.adapters.method import Change, ReadTensor, SiteFacts
+from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
 from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, Rank, Read, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of
-from llmq.adapters.tracked import Programs, Tracked
-from llmq.errors import UsageError
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
@@ -49,57 +47,6 @@ FIELDS: dict[str, tuple[str, float]] = {
     "orth_reg": ("orth_reg_weight", 0.5),
     "total": ("total_step", 0),
 }
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The schedule of ranks; steps count from 1.
-
-    `target_rank` is that of the adapters at last, on average (PEFT: target_r). Ranks stay for `warmup` steps (tinit)
-    and in the `final` ones (tfinal) of `total` (total_step), and are chosen again every `interval` steps in between
-    (deltaT) and at the end of that. `orth_reg` is the weight of the regulariser (orth_reg_weight). One that is `spent`
-    is that of an adapter that was read, whose ranks stay.
-    """
-
-    target_rank: int
-    warmup: int = 0
-    final: int = 0
-    interval: int = 10
-    beta_1: float = 0.85
-    beta_2: float = 0.85
-    orth_reg: float = 0.5
-    total: int = 0
-    spent: bool = False
-
-    def check(self, rank: int) -> None:
-        """UsageError for a schedule that has no time, or nothing, to choose from."""
-        if self.target_rank >= rank:
-            raise UsageError(
-                f"--adalora-target-rank {self.target_rank} is not below --lora-rank {rank}, with which adapters begin"
-            )
-        if self.total and self.last <= max(self.warmup, 1):
-            raise UsageError(
-                f"--adalora-warmup {self.warmup} and --adalora-final {self.final} leave none of {self.total} steps in "
-                "which ranks are chosen, after at least one whose gradients say how: use fewer, or more --steps"
-            )
-
-    @property
-    def last(self) -> int:
-        """The step after which ranks are chosen for the last time."""
-        return self.total - self.final
-
-    def chooses(self, step: int) -> bool:
-        """Whether ranks are chosen after a step."""
-        return step == self.last or (self.warmup < step < self.last and step % self.interval == 0)
-
-    def holds(self, step: int) -> bool:
-        """Whether what was left out is held at 0."""
-        return step > self.last
-
-    def count(self, step: int, triplets: int, adapters: int) -> int:
-        """How many of all `triplets` are kept after a step, of `adapters` in all."""
-        target, rest = self.target_rank * adapters, 1 - (step - self.warmup) / (self.last - self.warmup)
-        return int((triplets - target) * rest**3 + target)
 
 
 def _flags(value: Any) -> Any:

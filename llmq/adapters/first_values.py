@@ -19,7 +19,7 @@ from llmq.model.parameters import parameter_rows
 from llmq.row import Row
 
 if TYPE_CHECKING:
-    from llmq.adapters.method import Method
+    from llmq.adapters.lora import Lora
 
 TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
 WHOLE = 512  # rows or columns up to which a matrix is decomposed as a whole
@@ -33,7 +33,7 @@ class FirstAdapter:
     Magnitudes are the norms of the model's rows. Of pissa and olora the first s B A are taken out of the weights.
     """
 
-    def __init__(self, adapters: Method, config: ModelConfig, model: Values) -> None:
+    def __init__(self, adapters: Lora, config: ModelConfig, model: Values) -> None:
         self.adapters, self.model = adapters, model
         self._weights = {row.name: row for row in parameter_rows(config)}
         self._last: tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]] = ("", {})
@@ -46,7 +46,9 @@ class FirstAdapter:
             self._last = (
                 site,
                 {
-                    t.module.name: self.adapters.first_pair(t, weight[t.module.start : t.module.stop])
+                    t.module.name: first_pair(
+                        self.adapters.init, weight[t.module.start : t.module.stop], t.rank, t.scale
+                    )
                     for t in self.adapters.by_site[site]
                 },
             )

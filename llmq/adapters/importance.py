@@ -1,14 +1,16 @@
-"""How important the parameters of adapters are whose ranks are chosen while they are trained (AdaLoRA)."""
+"""When AdaLoRA chooses ranks, and how important the parameters of adapters are by which it does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmq.adapters.method import Programs, Tracked
 from llmq.adapters.targets import FILE
-from llmq.adapters.tracked import Programs, Tracked
+from llmq.errors import UsageError
 from llmq.ops.record import Recorder
 from llmq.optimizers.rule import MASTER
 from llmq.row import Row
@@ -16,11 +18,59 @@ from llmq.stores.replicated import StatePiece
 from llmq.stores.sharding import Shards
 from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 
-if TYPE_CHECKING:
-    from llmq.adapters.adalora import Budget
-
 ALIGNED = 4  # the flags of a row begin at a multiple of this, as kernels read 16 bytes at a time
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The schedule of ranks; steps count from 1.
+
+    `target_rank` is that of the adapters at last, on average (PEFT: target_r). Ranks stay for `warmup` steps (tinit)
+    and in the `final` ones (tfinal) of `total` (total_step), and are chosen again every `interval` steps in between
+    (deltaT) and at the end of that. `orth_reg` is the weight of the regulariser (orth_reg_weight). One that is `spent`
+    is that of an adapter that was read, whose ranks stay.
+    """
+
+    target_rank: int
+    warmup: int = 0
+    final: int = 0
+    interval: int = 10
+    beta_1: float = 0.85
+    beta_2: float = 0.85
+    orth_reg: float = 0.5
+    total: int = 0
+    spent: bool = False
+
+    def check(self, rank: int) -> None:
+        """UsageError for a schedule that has no time, or nothing, to choose from."""
+        if self.target_rank >= rank:
+            raise UsageError(
+                f"--adalora-target-rank {self.target_rank} is not below --lora-rank {rank}, with which adapters begin"
+            )
+        if self.total and self.last <= max(self.warmup, 1):
+            raise UsageError(
+                f"--adalora-warmup {self.warmup} and --adalora-final {self.final} leave none of {self.total} steps in "
+                "which ranks are chosen, after at least one whose gradients say how: use fewer, or more --steps"
+            )
+
+    @property
+    def last(self) -> int:
+        """The step after which ranks are chosen for the last time."""
+        return self.total - self.final
+
+    def chooses(self, step: int) -> bool:
+        """Whether ranks are chosen after a step."""
+        return step == self.last or (self.warmup < step < self.last and step % self.interval == 0)
+
+    def holds(self, step: int) -> bool:
+        """Whether what was left out is held at 0."""
+        return step > self.last
+
+    def count(self, step: int, triplets: int, adapters: int) -> int:
+        """How many of all `triplets` are kept after a step, of `adapters` in all."""
+        target, rest = self.target_rank * adapters, 1 - (step - self.warmup) / (self.last - self.warmup)
+        return int((triplets - target) * rest**3 + target)
 
 
 class Scores(NamedTuple):

@@ -46,7 +46,7 @@ from llmq.adapters.targets import (
     without_head,
 )
 from llmq.errors import UsageError
-from llmq.files.source import Values
+from llmq.files.source import ModelSource, Values
 from llmq.files.tensor_files import Stored, norms_of
 from llmq.model.config import ModelConfig
 from llmq.options.adapters import AdapterOptions
@@ -262,9 +262,13 @@ class Lora(Method):
             **in_full_config(self.also, config),
         }
 
-    def first_pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of PiSSA or OLoRA."""
-        return first_pair(self.init, weight, target.rank, target.scale)
+    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
+        """Those of the model, and what follows from its weights."""
+        return FirstAdapter(self, source.config, model).values
+
+    def rest(self, config: ModelConfig, model: Values) -> Values:
+        """Less the first A and B of PiSSA and OLoRA."""
+        return FirstAdapter(self, config, model).base
 
     def file(
         self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
@@ -292,7 +296,7 @@ class Lora(Method):
         name = target.module.name
         a, b = (read(f"{name}.lora_{key}.weight") for key in "AB")
         if self.takes_out:
-            first_a, first_b = self.first_pair(target, weight)
+            first_a, first_b = first_pair(self.init, weight, target.rank, target.scale)
             a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
         m = read(f"{name}.{MAGNITUDE}") if self.dora else None
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.adapters.base_record import MERGED, held_for, merged_record
-from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.method import NO_ADAPTERS, Method
-from llmq.adapters.peft import StoredAdapter, open_adapter
+from llmq.adapters.resolve import MERGED, StoredAdapter, held_for, merged_record, open_adapter
 from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD
 from llmq.errors import DataError
 from llmq.files import tensor_files
@@ -76,7 +74,7 @@ def merge(
                 f"{one.folder} takes what it began with out of the weights before they are held in {held.base}, and "
                 "other adapters do not: merge it alone"
             )
-        values = FirstAdapter(one.adapters, source.config, values).base
+        values = one.adapters.rest(source.config, values)
     changes = [] if base_only else _changes(opened, list(adapters.values()), held)
     names = {target.module.name for change in changes for target in change.adapters.targets}
     config = untied(source.config, [change.adapters for change in changes])

@@ -10,29 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
-from llmq.adapters.tracked import Programs, Tracked
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
 from llmq.files.source import ModelSource, Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
+from llmq.ops.record import Recorder
 from llmq.options.adapters import AdapterOptions
 from llmq.protocols import Site
 from llmq.row import Row
 from llmq.sites.linear import Linear
+from llmq.stores.replicated import StatePiece
 from llmq.stores.sharding import Shards
+from llmq.tensor import Ref
 
 Change = Callable[[int, int], np.ndarray]  # what a method adds to rows [start, stop) of a weight, in f32
 NO_TARGETS: tuple[Target, ...] = ()
 NOTHING: str | None = None
 ReadTensor = Callable[[str], np.ndarray]  # a tensor of an adapter by its name without PEFT's prefix, in f32
+# States of a piece of a row <- its value after the update and its gradient: ops, row, piece, gradient, scale, apply.
+Track = Callable[[Any, Row, StatePiece, Ref, Ref, Ref], None]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,44 @@ class SiteFacts:
     stat: str
     seed: int
     batch_size: int
+
+
+class Programs(Protocol):
+    """What is asked of the engine that runs the plan."""
+
+    def run(self, name: str) -> None:
+        """Runs a program."""
+
+    def change(self, name: str) -> None:
+        """Runs a program that changes weights."""
+
+    def read(self, ref: Ref) -> np.ndarray:
+        """A copy of a tensor."""
+
+    def write(self, ref: Ref, values: np.ndarray) -> None:
+        """Sets a tensor."""
+
+
+class Tracked:
+    """What most methods keep: nothing."""
+
+    titles: Mapping[str, str] = {}  # of the states' spaces in the allocator table
+    refs: Mapping[str, Sequence[Ref]] = {}  # states by the names of their rows
+    cells: Mapping[str, Ref] = {}
+    first: Mapping[str, float] = {}  # what each cell is filled with before the first step
+    saved: Sequence[str] = ()  # cells that a checkpoint holds
+    updates: Sequence[Track] = ()  # called with each piece of a row after its update
+
+    def programs(self, weights: Any, moments: Any) -> dict[str, Callable[[Recorder], None]]:
+        """What records the programs that are run between steps, by name."""
+        return {}
+
+    def before_step(self, engine: Programs, step: int) -> None:
+        """Called before the micro-steps of a step, from 1."""
+
+    def after_update(self, engine: Programs, step: int) -> str | None:
+        """Called after the update of a step, which it may change; returns a line for the log."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -81,7 +122,11 @@ class Method:
     def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
         """The values of all rows before the first step of a run that trains new ones, by those of the model.
         UsageError."""
-        return FirstAdapter(self, source.config, model).values
+        return model
+
+    def rest(self, config: ModelConfig, model: Values) -> Values:
+        """The values of a model's rows, less what it begins with where that is taken out of them."""
+        return model
 
     # what computes
 
@@ -169,10 +214,6 @@ class Method:
         """Why --seq-tiles does not go with it."""
         yield from ()
 
-    def fused_problems(self) -> Iterator[str]:
-        """Why --fused-update does not go with it."""
-        yield from ()
-
     # files
 
     def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
@@ -198,10 +239,6 @@ class Method:
     def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
         """By the names of our tensors, of which tensor of a file they are columns, where they are of one."""
         return {}
-
-    def first_pair(self, target: Target, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where it takes out what it begins with: A (R,K) and B (N,R) of a weight (N,K)."""
-        raise NotImplementedError
 
     def on_rest(self) -> Method:
         """The same on a model from which what it begins with was taken out before."""

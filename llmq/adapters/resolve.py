@@ -1,22 +1,51 @@
-"""The options on adapters made into a method of adaptation, into the values that it begins with, and into what the user
-should know of it."""
+"""Where a method of adaptation comes from: the options, or the folder of an adapter in PEFT's format.
+
+Such a folder has `adapter_config.json` and `adapter_model.safetensors`, and in `llmq_base.json` what PEFT has no place
+for and does not read: which weights a run trained the adapter on, and how they were held. A merged model has
+`llmq_merged.json`, with the fingerprints of its adapters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from llmq.adapters.adalora import AdaLora
+from llmq.adapters.ia3 import Gains
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
-from llmq.adapters.methods import METHODS
-from llmq.adapters.peft import open_adapter
-from llmq.files.source import ModelSource, Values
-from llmq.model.config import ModelConfig
-from llmq.model.held import HeldBase
-from llmq.model.parameters import num_parameters
+from llmq.adapters.part import PartOfModel
+from llmq.adapters.peft_format import PREFIX, base_copies
+from llmq.adapters.targets import EMBED
+from llmq.adapters.virtual_tokens import Prefix, Prompt
+from llmq.errors import DataError
+from llmq.files import tensor_files
+from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from llmq.files.source import ModelSource, Values, fingerprint, open_parameters
+from llmq.files.tensor_files import Stored, by_kind, tensors_of
+from llmq.model.config import ModelConfig, problems_of, read_json
+from llmq.model.held import AS_IT_IS, HELD_FORMS, HeldBase
+from llmq.model.parameters import num_parameters, parameter_rows
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Row
+
+METHODS: tuple[type[Method], ...] = (Lora, Gains, AdaLora, Prompt, Prefix, PartOfModel)
+KINDS = {name: method for method in METHODS for name in method.peft_types}
+NAMES_AND_SIZES = re.compile(r"(?<=^missing: )\S+|^(?!missing: )\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
+# Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
+UNKNOWN = (
+    *("layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
+)
+BASE, MERGED = "llmq_base.json", "llmq_merged.json"
+DTYPES = ("fp32", "bf16")  # that a run computes in
 
 
 def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Method:
@@ -75,3 +104,220 @@ def note(adapters: Method, rows: Sequence[Row]) -> str:
     trained, every = (num_parameters(kept) for kept in ([row for row in rows if row.trainable], rows))
     counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
     return f"{adapters.words()}: {counts}"
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """What an adapter was trained on: the fingerprint of the `weights`, and how the run held them."""
+
+    weights: str
+    held: HeldBase = field(default_factory=HeldBase)
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of the file."""
+        held = self.held
+        about: dict[str, Any] = {"weights": self.weights, "base_dtype": held.base, "model_dtype": held.dtype}
+        if held.base == "nf4":
+            about["double_quantization"] = True
+        if held.base == "e4m3":
+            about["one_scale"] = sorted(held.single)
+        return about
+
+
+def read_base(folder: Path) -> AdapterBase | None:
+    """What the folder of an adapter has of its base; None of one that llmq did not write. DataError."""
+    path = folder / BASE
+    if not path.is_file():
+        return None
+    about = read_json(path)
+    base, dtype, weights = about.get("base_dtype"), about.get("model_dtype"), about.get("weights")
+    is_known = base is None or base in HELD_FORMS
+    if not is_known or dtype not in DTYPES or not isinstance(weights, str):
+        said = f"base_dtype {base}, model_dtype {dtype}, weights {weights}"
+        raise DataError(f"{path} has {said}: known are {', '.join(HELD_FORMS)} or null, {' and '.join(DTYPES)}, a text")
+    if base == "nf4" and about.get("double_quantization") is not True:
+        raise DataError(f"{path}: llmq holds nf4 with double quantization alone")
+    return AdapterBase(weights, HeldBase(base, dtype, frozenset(map(str, about.get("one_scale") or ()))))
+
+
+def weights_of(source: ModelSource, seed: int) -> str:
+    """What tells the weights of a source from others."""
+    return fingerprint(source) or f"drawn from seed {seed}"
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """What tells the adapter of a folder from others."""
+    return tensor_files.fingerprint(tensors_of(folder / ADAPTER_WEIGHTS))
+
+
+def merged_record(source: ModelSource, adapters: Sequence[Path]) -> dict[str, Any]:
+    """What the folder of a model says that is made of a source and adapters."""
+    return {"adapters": [*_merged_into(source), *map(adapter_fingerprint, adapters)]}
+
+
+def _merged_into(source: ModelSource) -> list[str]:
+    """The fingerprints of the adapters that a source has in its weights."""
+    path = None if source.folder is None or source.from_scratch else source.folder / MERGED
+    return read_json(path).get("adapters", []) if path is not None and path.is_file() else []
+
+
+def other_base(folder: Path, named: str | None, base: AdapterBase | None, source: ModelSource, seed: int) -> str | None:
+    """How a source differs from what the adapter of a folder was trained on, in a sentence; None if it does not.
+
+    By the weights where the folder has their fingerprint, else by the name of the model. DataError for a model that the
+    adapter is merged into.
+    """
+    if (merged := _merged_into(source)) and adapter_fingerprint(folder) in merged:
+        raise DataError(
+            f"{source.name} has the adapter of {folder} in its weights already: give the model that it was trained on"
+            + (f", {named}" if named else "")
+        )
+    if base is not None:
+        trained_on = f"{named or 'a model'} with other weights than those of {source.place}"
+        return f"{folder} was trained on {trained_on}" if base.weights != weights_of(source, seed) else None
+    is_named = named is not None and Path(named).name.lower() != Path(source.name).name.lower()
+    return f"{folder} was trained on {named}, and is given {source.place}" if is_named else None
+
+
+def held_for(bases: Sequence[AdapterBase | None], base_dtype: str | None, model_dtype: str | None) -> HeldBase:
+    """How to hold the base of adapters: as options say, else as what they were trained on was held.
+
+    DataError where they were trained on bases that were held in different ways.
+    """
+    if base_dtype in DTYPES:
+        return HeldBase(None, base_dtype)
+    recorded = [base.held for base in bases if base is not None]
+    if base_dtype is not None:
+        held = HeldBase(base_dtype, recorded[0].dtype if recorded else "bf16")
+        held = next((one for one in recorded if one.base == base_dtype), held)
+    else:
+        found = {*recorded, *(AS_IT_IS for base in bases if base is None)}
+        if len(found) > 1 and any(one.is_quantized for one in found):
+            words = " and ".join(sorted(map(str, found)))
+            raise DataError(f"the adapters were trained on bases in {words}: choose one with --base-dtype")
+        held = found.pop() if len(found) == 1 else AS_IT_IS
+    return replace(held, dtype=model_dtype or held.dtype)
+
+
+def as_held(held: HeldBase, values: Values) -> Values:
+    """The values of rows, of which those of the model are what a run reads that holds them so."""
+
+    def read(rows: Sequence[Row]) -> Iterator[tuple[Row, Any]]:
+        for row, value in values(rows):
+            yield row, held.value(row, value) if row.file == "model" else value
+
+    return read
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter in a folder: what it is, the name of its base model, and its tensors by our names."""
+
+    folder: Path
+    adapters: Method
+    base: str | None
+    trained_on: AdapterBase | None  # None of an adapter that llmq did not write
+    tensors: dict[str, Stored]
+    copies: dict[str, Stored]  # tensors of the base that PEFT stored beside it
+    names: dict[str, str]  # of tensors in the file, by ours
+    config: ModelConfig
+    columns: Mapping[str, slice]  # of tensors that are a part of one in the file
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor in f32. DataError."""
+        found = self._tensor(self.tensors[name], self.names[name]).astype(np.float32)
+        return found[:, self.columns[name]] if name in self.columns else found
+
+    def _tensor(self, stored: Stored, name: str) -> np.ndarray:
+        """A tensor by its name in the file, in its dtype. DataError."""
+        try:
+            with safe_open(stored.path, framework="numpy") as file:
+                return file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{stored.path} cannot be read: {error}") from None
+
+    def check_base(self, source: ModelSource, seed: int) -> str | None:
+        """How a source differs from what the adapter was trained on, in a sentence; None if it does not.
+
+        DataError for a model that it is merged into, and where PEFT stored another embedding or head beside it than the
+        source has.
+        """
+        of_part = {part.name: (row, part) for row in parameter_rows(self.config) for part in row.parts}
+        for name, stored in self.copies.items():
+            row, part = of_part.get(name, of_part[f"{EMBED}.weight"])  # a head that is tied
+            ((_, value),) = open_parameters(source, seed)([row])
+            theirs = self._tensor(stored, self.names[name])
+            if not np.array_equal(value[part.start : part.stop].astype(theirs.dtype), theirs):
+                raise DataError(
+                    f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
+                    "give the model with that matrix, or save the adapter with it among modules_to_save"
+                )
+        return other_base(self.folder, self.base, self.trained_on, source, seed)
+
+    def values(self, otherwise: Values, held: HeldBase = AS_IT_IS) -> Values:
+        """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
+        with where that was taken out of the model, as a run reads them that holds them so."""
+        base = as_held(held, self.adapters.rest(self.config, otherwise))
+
+        def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+            own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
+            for row, value in base([row for row in rows if row.name not in own]):
+                there = any(part.name in self.tensors for part in row.parts)
+                yield row, self._over(row, value.astype(np.float32)) if there else value
+            yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
+
+        return found
+
+    def _over(self, row: Row, value: np.ndarray) -> np.ndarray:
+        """`value` with the parts that the adapter has."""
+        whole = value.reshape(row.part_axes)
+        for part in row.parts:
+            if part.name in self.tensors:
+                stored = self.read(part.name)  # of AdaLoRA it may have less: what is kept
+                whole[part.start : part.stop][tuple(map(slice, stored.shape))] = stored
+        return whole.reshape(row.shape)
+
+
+def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
+    """The adapter of a folder, checked to be one for this model. DataError has an example of each kind of misfit."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise DataError(f"{folder} has no {ADAPTER_CONFIG}: give a folder with an adapter in PEFT's format")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}: give a folder with an adapter in PEFT's format")
+    about = read_json(folder / ADAPTER_CONFIG)
+    _refuse_others(folder, about)
+    stored = tensors_of(folder / ADAPTER_WEIGHTS)
+    names = {_our_name(name): name for name in stored}
+    tensors = {ours: stored[name] for ours, name in names.items()}
+    copies = {name: tensors.pop(name) for name in base_copies(about, tensors, config)}
+    adapters, problems = KINDS[about["peft_type"]].of_peft(about, tensors, config)
+    if problems:
+        base = about.get("base_model_name_or_path") or "which its config does not name"
+        said = "; ".join(by_kind(problems, NAMES_AND_SIZES))
+        raise DataError(f"{folder} does not fit the model: {said}. Check that --model is its base, {base}")
+    places = adapters.columns(config)
+    if places:
+        names = {own: names[whole] for own, (whole, _) in places.items()}
+        tensors = {own: tensors[whole] for own, (whole, _) in places.items()}
+    columns = {own: columns for own, (_, columns) in places.items()}
+    base = about.get("base_model_name_or_path")
+    return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, names, config, columns)
+
+
+def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
+    """DataError for what is of no method, or has keys with other values than PEFT gives them."""
+    kind = about.get("peft_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(KINDS)}")
+    if unknown := [name for name in UNKNOWN if about.get(name)]:
+        said = ", ".join(f"{name} {about[name]}" for name in unknown)
+        raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
+    try:
+        KINDS[kind].peft_keys.model_validate(about)
+    except ValidationError as error:
+        lines = "\n".join(f"  - {one}" for one in problems_of(about, error))
+        raise DataError(f"{folder / ADAPTER_CONFIG} cannot be used:\n{lines}") from None
+
+
+def _our_name(name: str) -> str:
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")

@@ -137,7 +137,7 @@ def advice(plan: Plan, room: Limits) -> list[str]:
         return ["Use a smaller --batch-size, --max-tokens or --max-length"]
     found = remedies(plan, room)
     if not found:
-        adapter = "" if plan.spec.adapters.freezes else "an adapter or "
+        adapter = "" if plan.spec.freezes else "an adapter or "
         less = " leave out --offload options," if plan.host_bytes and plan.total_bytes <= room.free_bytes else ""
         return [
             f"No memory option makes it fit:{less} train {adapter}a smaller model, or use a device with more memory"

@@ -136,8 +136,7 @@ class Search:
         cost, spec, alternative = self._cost_at(point), self._spec_at(point), self._alternatives[point[0]]
         assert cost is not None
         options = changes(self.spec, spec, self.terms) | ({"deterministic": False} if alternative.relaxed else {})
-        text = spec.seq_len - spec.adapters.num_virtual
-        tokens = self.terms.samples * text * spec.sharding.size
+        tokens = self.terms.samples * spec.text_len * spec.sharding.size
         return Setting(options, cost, tokens, MARK if alternative.kinds else "", spec)
 
     def _weighed(self, point: Point) -> Cost | None:

@@ -21,7 +21,7 @@ import numpy as np
 from llmq import disk
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import tensor_files
-from llmq.files.tensor_files import Piece, Stored, cut, write_files
+from llmq.files.tensor_files import Piece, Stored, by_kind, cut, write_files
 from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
 from llmq.row import Row
 from llmq.tensor import DTYPES
@@ -42,6 +42,7 @@ TEMPLATE_FOLDER = "additional_chat_templates"  # named chat templates of transfo
 
 # Buffers that old releases of transformers stored with the weights; they follow from the config.
 _BUFFER = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
+_LAYER = re.compile(r"(?<=\.layers\.)\d+")
 _QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|input_scale|SCB|absmax|quant_map|quant_state.*)$"
 )
@@ -63,8 +64,8 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
     tied = HEAD in named and HEAD not in wanted and EMBEDDING in named
     extra = [name for name in named if name not in wanted and not (tied and name == HEAD)]
-    problems = _grouped("missing", [name for name in wanted if name not in named])
-    problems += _grouped("not part of this architecture", extra)
+    problems = [f"missing: {name}" for name in wanted if name not in named]
+    problems += [f"not part of this architecture: {name}" for name in extra]
     unfit = []
     for name in (n for n in wanted if n in named):
         tensor = named[name]
@@ -75,25 +76,9 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     if tied and not unfit and not _equal(named, HEAD, EMBEDDING):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
     if problems + unfit:
-        listed = "\n".join(f"  - {p}" for p in problems + unfit)
+        listed = "\n".join(f"  - {p}" for p in by_kind(problems + unfit, _LAYER))
         raise DataError(f"{folder} does not fit its config.json:\n{listed}")
     return stored
-
-
-def _grouped(title: str, names: list[str]) -> list[str]:
-    """One line per tensor of a layer, with its layers."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        match = re.search(r"(?<=\.layers\.)\d{1,9}(?=\.)", name)
-        key = name[: match.start()] + "*" + name[match.end() :] if match else name
-        layers.setdefault(key, []).extend([int(match[0])] if match else [])
-    lines = []
-    for name, numbers in layers.items():
-        numbers.sort()
-        whole = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
-        said = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
-        lines.append(f"{title}: {name}" + (f" (layers {said})" if numbers else ""))
-    return lines
 
 
 def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:

@@ -335,6 +335,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
+def by_kind(problems: Iterable[str], differing: re.Pattern[str]) -> list[str]:
+    """The first problem of each kind, those that differ in this alone, with the number of the others."""
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kinds.setdefault(differing.sub("", problem), []).append(problem)
+    return [f"{one[0]} (and {len(one) - 1} more like it)" if one[1:] else one[0] for one in kinds.values()]
+
+
 def stored_dtype(folder: Path) -> str:
     """Our name of the storage type that most elements of the weights have: fp32, fp16 or bf16."""
     totals: dict[str, int] = {}

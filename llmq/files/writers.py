@@ -1,17 +1,21 @@
-"""How a checkpoint is written: each writer's tensors into files of its own, then one commit.
-
-    saving = begin(folder, step, world)                     one rank, which sends `saving` to the others
-    part = write_part(saving, rank, slices, tensors)        every rank
-    hand_over(saving, rank, part); part_of(saving, rank)    a rank leaves word of its part for the one that commits
-    commit(saving, parts, state)                            one rank, with the parts of all
+"""How a checkpoint is written: each rank's tensors into files of its own, then one commit, beside training.
 
 Until the commit nothing has the checkpoint's name: what a killed writer leaves is a hidden folder, which the next save
 removes. The commit writes the manifest last, renames the folder, and only then deletes older checkpoints.
+
+`Saver` does so in a thread: a step waits for a copy of its state in host memory alone, which is complete before the
+next update runs, so the checkpoint has the bits of its step. One save is under way at a time; the next one waits for
+it, as do the end of a run and an interrupt. The memory of the copy is taken at the first save and used again by the
+others. Where the host has too little, a save holds the run up, and takes one tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +24,8 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from llmq.disk import check_free_space, remove_folder, remove_leftovers, replace_folder, storage, temporary_name
+from llmq import disk
+from llmq.comm.world import ALONE, World
 from llmq.errors import StorageError
 from llmq.files.manifest import (
     FOLDER_NAME,
@@ -33,13 +38,29 @@ from llmq.files.manifest import (
     sound,
     write_manifest,
 )
-from llmq.files.tensor_files import Moved, Piece, Shard, cut, file_name, files_bytes, places, unwatched, write_files
+from llmq.files.tensor_files import (
+    ByteCount,
+    Moved,
+    Piece,
+    Shard,
+    cut,
+    file_name,
+    files_bytes,
+    places,
+    unwatched,
+    write_files,
+)
+from llmq.screen import StartTask, unshown
 
 FILE_BYTES = 1 << 30
 PART = "part-{:05d}.json"  # what a rank tells the one that commits
 MANIFEST_BYTES = 1 << 20  # allowed for the manifest in estimates; it holds no tensors
+POLL_S = 0.1  # between looks at how far a save is
+CLOSE_S = 10.0  # for a save that is given up
+Into = Callable[[str], np.ndarray]  # where the tensor of a name goes
+Copies = Iterable[tuple[str, np.ndarray]]
 _not_written = partial(
-    storage,
+    disk.storage,
     failed="the checkpoint cannot be written",
     kept="; earlier checkpoints are as they were",
     room="free some space, lower --ckpt-keep-n",
@@ -105,6 +126,17 @@ class Keep:
         return self.major > 0 and step % self.major == 0
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What is to be saved: `tensors(into)` copies what `slices` say, in this order; the rest goes into the manifest."""
+
+    step: int
+    slices: Sequence[TensorSlice]
+    tensors: Callable[[Into | None], Copies]
+    state: Mapping[str, Any]
+    metrics: Mapping[str, float]
+
+
 def begin(folder: Path, step: int, world: int = 1, *, needed: int = 0) -> Saving:
     """Makes the hidden folder, if there are `needed` bytes free. StorageError.
 
@@ -115,8 +147,8 @@ def begin(folder: Path, step: int, world: int = 1, *, needed: int = 0) -> Saving
     with _not_written(folder, needed=needed):
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        check_free_space({"the checkpoint": (folder, needed)})
-        hidden = temporary_name(path)
+        disk.check_free_space({"the checkpoint": (folder, needed)})
+        hidden = disk.temporary_name(path)
         hidden.mkdir()
     return Saving(path, hidden, step, world, needed)
 
@@ -125,7 +157,7 @@ def write_part(
     saving: Saving,
     rank: int,
     slices: Sequence[TensorSlice],
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Copies,
     *,
     in_memory: bool = False,
     moved: Moved = unwatched,
@@ -134,10 +166,17 @@ def write_part(
 
     One value is in memory at a time, or all are: then several files are written at once.
     """
+
+    def checked() -> Iterator[np.ndarray]:
+        for each, (name, array) in zip(slices, tensors, strict=True):
+            wanted = replace(each.tensor, shape=each.shape)
+            assert Piece(name, array.shape, array.dtype) == wanted, f"{name} is not {each}"
+            yield array
+
     parts = cut((each.piece for each in slices), FILE_BYTES)
     files = [(f"tensors-{rank:05d}-{n:05d}.safetensors", pieces) for n, pieces in enumerate(parts, 1)]
     with _not_written(saving.path.parent, needed=saving.needed):
-        shards = write_files(saving.hidden, files, _checked(slices, tensors), moved, in_memory=in_memory)
+        shards = write_files(saving.hidden, files, checked(), moved, in_memory=in_memory)
     at = [(name, place) for name, pieces in files for place in places(pieces)]
     placed = {
         each.tensor.name: WholeTensor(
@@ -146,12 +185,6 @@ def write_part(
         for each, (name, place) in zip(slices, at, strict=True)
     }
     return WrittenPart(rank, tuple(shards), placed)
-
-
-def _checked(slices: Sequence[TensorSlice], tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[np.ndarray]:
-    for each, (name, array) in zip(slices, tensors, strict=True):
-        assert Piece(name, array.shape, array.dtype) == replace(each.tensor, shape=each.shape), f"{name} is not {each}"
-        yield array
 
 
 def hand_over(saving: Saving, rank: int, part: WrittenPart | str) -> None:
@@ -193,12 +226,11 @@ def commit(
     folder, tensors = saving.path.parent, _joined(parts)
     files = tuple(shard for part in sorted(parts, key=lambda part: part.rank) for shard in part.files)
     with _not_written(folder):
-        saved = (manifest.save for path in found(folder).values() if (manifest := sound(path)))
-        number = 1 + max(saved, default=0)
+        number = 1 + max((before.save for path in found(folder).values() if (before := sound(path))), default=0)
         write_manifest(
             saving.hidden, CheckpointManifest(saving.step, number, files, tensors, dict(state), dict(metrics or {}))
         )
-        replace_folder(saving.path, saving.hidden)
+        disk.replace_folder(saving.path, saving.hidden)
     try:
         _rotate(saving.path, keep or Keep())
     except OSError as error:
@@ -224,9 +256,8 @@ def checkpoint_bytes(pieces: Iterable[Piece]) -> int:
 def remove_unfinished(folder: Path) -> None:
     """Deletes what dead writers left, and finishes replacements that were cut off. StorageError."""
     with _not_written(folder):
-        left = {match.group() for path in folder.glob(".step-*") if (match := FOLDER_NAME.search(path.name))}
-        for name in left:
-            remove_leftovers(folder / name)
+        for name in {match.group() for path in folder.glob(".step-*") if (match := FOLDER_NAME.search(path.name))}:
+            disk.remove_leftovers(folder / name)
 
 
 def best_of(manifests: Iterable[CheckpointManifest], metric: str) -> CheckpointManifest | None:
@@ -242,13 +273,178 @@ def _rotate(newest: Path, keep: Keep) -> None:
     manifests = {path: sound(path) for path in found(newest.parent).values() if path != newest}
     numbers = {path: manifest.save if manifest else 0 for path, manifest in manifests.items()}
     others = sorted(numbers, key=lambda path: (numbers[path], path.name))
-    rotated = others[: max(len(others) - keep.newest + 1, 0)]
     known = [manifest for manifest in (*manifests.values(), sound(newest)) if manifest]
     best = best_of(known, keep.best) if keep.best else None
-    for path in rotated:
+    for path in others[: max(len(others) - keep.newest + 1, 0)]:
         manifest = manifests[path]
         if manifest is None or not (keep.spares(manifest.step) or (best and manifest.step == best.step)):
-            remove_folder(path)
+            disk.remove_folder(path)
+
+
+class _GivenUp(Exception):
+    """The run ends at once, without its save."""
+
+
+class Saver:
+    """Writes checkpoints into `folder`, one at a time; with `allocate`, which gives memory for copies, in a thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        allocate: Callable[[int], np.ndarray] | None,
+        task: StartTask = unshown,
+        world: World = ALONE,
+    ) -> None:
+        self._folder, self._say, self._allocate, self._task, self._world = folder, say, allocate, task, world
+        self._memory = np.empty(0, np.uint8)
+        self._thread: threading.Thread | None = None
+        self._shown, self._count = ExitStack(), ByteCount()
+        self._show: Callable[[], None] = lambda: None  # how far the save is
+        self._gives_up = False
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot, keep: Keep) -> None:
+        """Begins to save; the last save must be `finished`. Without a thread, it is complete at the end, or raises.
+
+        All ranks save at the same step.
+        """
+        assert self._thread is None, "one save at a time"
+        total = sum(each.piece.num_bytes for each in snapshot.slices)
+        memory = self._room(total)
+        saving = self._begun(snapshot)
+        report = self._shown.enter_context(self._task(f"Saving {saving.path}"))
+        if memory is None:
+            with self._shown:
+                self._count = ByteCount(total, report)
+                self._path = self._written(saving, snapshot, snapshot.tensors(None), keep)
+            return
+        self._count = count = ByteCount(total)
+        self._show = lambda: report(count.done, total)  # by the thread of the run
+        with disk.discarded_on_error(saving.hidden):
+            copies = list(snapshot.tensors(_places(snapshot.slices, memory)))
+        self._thread = threading.Thread(
+            target=self._write, args=(saving, snapshot, copies, keep), name="llmq-save", daemon=True
+        )
+        self._thread.start()
+
+    def finished(self, *, wait: bool) -> Path | None:
+        """The checkpoint that was completed since the last call, if any; raises what made it fail.
+
+        With `wait`, waits for one that is under way. Either way the task that began with it shows how far it is.
+        """
+        while (thread := self._thread) is not None:
+            thread.join(POLL_S if wait else 0.0)
+            is_over = not thread.is_alive()
+            self._show()  # after that look: the last report is of all bytes, however fast they were written
+            if is_over:
+                self._thread = None
+            elif not wait:
+                return None
+        self._shown.close()
+        (path, self._path), (error, self._error) = (self._path, None), (self._error, None)
+        if error is not None:
+            raise error
+        return path
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """A second Ctrl-C gives up what is under way; any other end waits for it."""
+        self._shown.close()
+        if self._thread is not None:
+            self._gives_up = kind is not None and not issubclass(kind, Exception)
+            self._thread.join(CLOSE_S if self._gives_up else None)
+
+    def _begun(self, snapshot: Snapshot) -> Saving:
+        """The hidden folder that all ranks write into, which the first one makes."""
+        world, hidden, why = self._world, None, ""
+        needed = sum(world.gather(checkpoint_bytes(each.piece for each in snapshot.slices)))
+        if world.rank == 0:
+            try:
+                hidden = str(begin(self._folder, snapshot.step, world.size, needed=needed).hidden)
+            except StorageError as error:
+                why = str(error)
+        hidden, why = world.gather((hidden, why))[0]
+        if hidden is None:
+            raise StorageError(why)
+        seen = world.gather(Path(hidden).is_dir())  # by all, before the first rank can give up and remove it
+        if False in seen:
+            raise StorageError(
+                f"rank {seen.index(False)} does not see {hidden}, which rank 0 has made: give a --checkpoint-dir on a "
+                "file system that all machines share"
+            )
+        return Saving(self._folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
+
+    def _write(self, saving: Saving, snapshot: Snapshot, copies: Copies, keep: Keep) -> None:
+        try:
+            self._path = self._written(saving, snapshot, copies, keep, in_memory=True)
+        except BaseException as error:  # raised by `finished`, in the thread of the run
+            self._error = error
+
+    def _written(
+        self, saving: Saving, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool = False
+    ) -> Path:
+        """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
+        rank = self._world.rank
+        own = partial(write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved)
+        if rank:
+            try:
+                hand_over(saving, rank, own())
+            except BaseException as error:
+                if saving.hidden.is_dir() or not isinstance(error, StorageError):
+                    with suppress(StorageError):
+                        hand_over(saving, rank, str(error))
+                    raise  # else rank 0 has given up, and says why
+            while saving.hidden.is_dir():
+                self._wait()
+            if not saving.path.is_dir():
+                raise StorageError(f"{saving.path} was not completed, as rank 0 says")
+            return saving.path
+        try:
+            parts = [own()]
+            while len(parts) < saving.world:
+                if (other := part_of(saving, len(parts))) is None:
+                    self._wait()
+                else:
+                    parts.append(other)
+            return commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
+        except BaseException:
+            with suppress(OSError):  # renamed first: others may be writing into it, and wait for it to go
+                shutil.rmtree(saving.hidden.rename(disk.temporary_name(saving.path)))
+            raise
+
+    def _wait(self) -> None:
+        time.sleep(POLL_S)
+        self._moved(0)
+
+    def _moved(self, num_bytes: int) -> None:
+        self._count.moved(num_bytes)
+        if self._gives_up:
+            raise _GivenUp
+
+    def _room(self, num_bytes: int) -> np.ndarray | None:
+        """Memory for a copy, or None where there is too little of it."""
+        if self._memory.size < num_bytes and self._allocate is not None:
+            self._memory = np.empty(0, np.uint8)  # before the larger one is taken
+            try:
+                self._memory = self._allocate(num_bytes)
+            except MemoryError:
+                self._allocate = None
+                self._say(f"Checkpoints are saved while training waits: {num_bytes:,} bytes of host memory are refused")
+        return None if self._allocate is None else self._memory
+
+
+def _places(slices: Sequence[TensorSlice], memory: np.ndarray) -> Into:
+    """The places of tensors in a memory, one after the other; the largest items first, so that all are aligned."""
+    places, offset = {}, 0
+    for each in sorted(slices, key=lambda each: -each.tensor.dtype.itemsize):
+        piece = each.piece
+        places[each.tensor.name] = memory[offset : offset + piece.num_bytes].view(piece.dtype).reshape(piece.shape)
+        offset += piece.num_bytes
+    return places.__getitem__
 
 
 _PART: TypeAdapter[WrittenPart | str] = TypeAdapter(WrittenPart | str)

@@ -10,9 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from llmq.adapters.base_record import as_held, held_for
 from llmq.adapters.method import NO_ADAPTERS
-from llmq.adapters.peft import StoredAdapter, open_adapter
+from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer

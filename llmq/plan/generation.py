@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmq.adapters.tracked import Tracked
+from llmq.adapters.method import Tracked
 from llmq.errors import MemoryLimitError
 from llmq.plan.arena import aligned
 from llmq.plan.build import build_decoder, rows_of

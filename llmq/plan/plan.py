@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from llmq.adapters.tracked import Tracked
+from llmq.adapters.method import Tracked
 from llmq.errors import UsageError
 from llmq.model.held import HELD_FORMS, HeldBase, room_bytes
 from llmq.ops.record import Call

@@ -95,7 +95,7 @@ def alternatives(spec: Spec, *, may_relax: bool) -> list[Alternative]:
     # The deterministic attention backward of cuDNN has a workspace that grows with the square of the sequence.
     found = [Alternative(relaxed=True)] if may_relax else []
     adapters = spec.adapters
-    if adapters.freezes:
+    if spec.freezes:
         base = replace(adapters, base="nf4")
         has_maps = bool(adapters.targets) and adapters.base in (None, "bf16")
         return [*found, *([Alternative((lambda spec: replace(spec, adapters=base),), 1)] if has_maps else [])]
@@ -104,7 +104,7 @@ def alternatives(spec: Spec, *, may_relax: bool) -> list[Alternative]:
 
 def last_alternatives(spec: Spec, terms: Terms) -> list[Alternative]:
     """The least that states take, where nothing else is enough."""
-    if spec.adapters.freezes:
+    if spec.freezes:
         return []
     dtypes = spec.precision
     states = _with_dtypes(narrower(spec.hyper.rule, 1))
@@ -131,7 +131,7 @@ def moments(spec: Spec) -> list[Alternative]:
 def masters(spec: Spec) -> list[Alternative]:
     """Masters that are the weights which forward reads, and none but what is held in 8 bits."""
     dtypes = spec.precision
-    if spec.adapters.freezes or dtypes.master == "none":
+    if spec.freezes or dtypes.master == "none":
         return []
     return [_with_dtypes(master=dtype) for dtype in dict.fromkeys((dtypes.model, "none")) if dtype != dtypes.master]
 
@@ -179,7 +179,7 @@ def _with_dtypes(states: Mapping[str, str] | None = None, **dtypes: str) -> Alte
 def _hosted(spec: Spec, terms: Terms) -> list[Remedy]:
     """What lives on the host, or is made for each use: each keeps there what those before it do, and more, but for
     copies of weights."""
-    dtypes, now, trains = spec.precision, set(spec.memory.host), not spec.adapters.freezes
+    dtypes, now, trains = spec.precision, set(spec.memory.host), not spec.freezes
     streams, names = "weight" in now, [kind.name for kind in spec.hyper.rule.states]
     states = {*names, *({MASTER} if dtypes.has_own_master else ())}
     # Each set has all those before it: a search may then bound what lies between by its ends.

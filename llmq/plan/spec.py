@@ -68,6 +68,16 @@ class Spec:
     adapters: Method = NO_ADAPTERS
     regularization: Regularization = UNREGULARIZED
 
+    @property
+    def freezes(self) -> bool:
+        """Whether adapters are trained beside a frozen model."""
+        return self.adapters.freezes
+
+    @property
+    def text_len(self) -> int:
+        """Tokens of a row that are read from data."""
+        return self.seq_len - self.adapters.num_virtual
+
     def light_s(self, peaks: Mapping[str, float]) -> float:
         """Seconds for a trained token at the speed of light, on a device with these peaks."""
         about = (self.precision.dtype, self.adapters.added_weights, self.adapters.is_frozen)
@@ -108,9 +118,6 @@ def _fused(spec: Spec) -> Iterator[str]:
     clip, p = spec.hyper.grad_clip, spec.precision
     if spec.sharding.size > 1:
         yield f"it is for a run of one GPU, and this one has {spec.sharding.size}: use --zero-level 3"
-    if problems := [*spec.adapters.fused_problems()]:
-        yield from problems
-        return
     if clip and not spec.hyper.clips_by_last:
         yield f"the norm that --grad-clip {clip:g} looks at is not known then: use --clip-by last, or --grad-clip 0"
     if p.matmul == "e4m3" and p.scaling == "delayed":
@@ -131,7 +138,7 @@ def _tiled(spec: Spec) -> Iterator[str]:
 
 def _without_master(spec: Spec) -> Iterator[str]:
     hosted = {"weight": "--stream-weights", "quant": "--offload-quants", "master": "--offload-master"}
-    if spec.adapters.freezes:
+    if spec.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     for space, flag in hosted.items():
         if space in spec.memory.host and not (space == "master" and "weight" in spec.memory.host):
@@ -143,7 +150,7 @@ def _without_master(spec: Spec) -> Iterator[str]:
 def _remade(spec: Spec) -> Iterator[str]:
     if spec.precision.master == "none":
         yield "--master-dtype none makes them for each use already: leave one of them out"
-    if spec.adapters.freezes:
+    if spec.freezes:
         yield "adapters are all that is trained, and the model has no masters: hold it in --base-dtype e4m3 instead"
     if spec.sharding.states or spec.sharding.weights:
         yield f"each of {spec.sharding.size} GPUs has masters of its share alone: use --zero-level 0"

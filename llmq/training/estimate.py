@@ -116,8 +116,7 @@ def _predicted(plan: Plan, where: Device, micro_steps: int) -> str:
     """A line on the time of a step."""
     spec = plan.spec
     seconds = step_seconds(plan, rates_of(where), micro_steps)
-    text = spec.seq_len - spec.adapters.num_virtual
-    tokens = spec.batch_size * text * micro_steps * spec.sharding.size
+    tokens = spec.batch_size * spec.text_len * micro_steps * spec.sharding.size
     return (
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
         f"shares of the card's peaks that an H200 sustains{assumed(where)}"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmq.adapters.base_record import BASE, AdapterBase, merged_record, weights_of
-from llmq.adapters.base_record import MERGED as MERGED_RECORD
+from llmq.adapters.resolve import BASE, AdapterBase, merged_record, weights_of
+from llmq.adapters.resolve import MERGED as MERGED_RECORD
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError

@@ -12,9 +12,8 @@ import numpy as np
 
 from llmq.disk import shown
 from llmq.engine.engine import Engine
-from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import EVAL_LOSS
-from llmq.files.writers import Keep
+from llmq.files.writers import Keep, Saver, Snapshot
 from llmq.hardware import device
 from llmq.training.identity import state_of
 from llmq.training.progress import Progress

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 from llmq.disk import shown
 from llmq.engine.bound_plan import make_ready
 from llmq.errors import INTERRUPTED, StorageError
-from llmq.files.background import Saver
 from llmq.files.checkpoint import Checkpoints
 from llmq.files.huggingface import export_folder, finish_export
 from llmq.files.run_lock import held, kept_folder, replaced_whole
+from llmq.files.writers import Saver
 from llmq.options.parse import Options
 from llmq.training.hooks import Hook, Watch, Watcher, check_hooks
 from llmq.training.interrupt import Interrupt

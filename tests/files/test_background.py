@@ -12,9 +12,8 @@ from checkpoint_files import slices_of
 
 from llmq import disk, screen
 from llmq.errors import StorageError
-from llmq.files.background import Saver, Snapshot
 from llmq.files.checkpoint import load
-from llmq.files.writers import Keep
+from llmq.files.writers import Keep, Saver, Snapshot
 from llmq.screen import Screen
 
 DTYPES = {"a": np.int32, "b": np.uint8, "c": np.float64, "d": np.float32}  # of sizes that want to be aligned

@@ -14,8 +14,8 @@ from tiny_runs import on_weights
 
 import llmq
 from llmq.adapters import resolve as adapters
-from llmq.adapters.base_record import BASE, DTYPES, AdapterBase, read_base
 from llmq.adapters.merge import merge
+from llmq.adapters.resolve import BASE, DTYPES, AdapterBase, read_base
 from llmq.cli import shell
 from llmq.cli.generate import command as llmq_generate
 from llmq.cli.merge import command as llmq_merge
