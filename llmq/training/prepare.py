@@ -9,6 +9,7 @@ from functools import partial
 from llmq.adapters import resolve as adapters
 from llmq.backends import Backend, open_backend
 from llmq.data.batches.loader import Data
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.errors import UsageError
 from llmq.files.huggingface import exports_anyway
@@ -223,6 +224,7 @@ def _open_exports(options: Options, trains: RunData, plan: Plan, start: Start) -
 def _results(options: Options, trains: RunData, planned: Planned, start: Start) -> Results:
     """Where what the run leaves goes, and what is known so far that the user should know."""
     opened = _open_exports(options, trains, planned.plan, start)
+    rebuilt = rebuilt_warning(trains.tokens[0], trains.config.family.model_type)
     return Results(
         exports=opened.exports,
         exports_anyway=exports_anyway(options.export),
@@ -230,6 +232,7 @@ def _results(options: Options, trains: RunData, planned: Planned, start: Start) 
         resume=start.earlier.path,
         continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
         notices=(*options.notices, *start.early, *opened.notices),
+        warnings=(rebuilt,) if rebuilt else (),
     )
 
 
@@ -237,4 +240,4 @@ def _with_advice(run: Ready, given: Mapping[str, object]) -> Results:
     """The results with what the options that are `given` and the data give to think about."""
     found = rate_warnings(run.trains.schedule.peak)
     notices = (*run.results.notices, *without_effect(run, given))
-    return replace(run.results, notices=notices, warnings=(*run.data.warnings(), *found))
+    return replace(run.results, notices=notices, warnings=(*run.results.warnings, *run.data.warnings(), *found))

@@ -31,6 +31,7 @@ from llmq.data.tokens.pipeline import (
     TokenStream,
     require_trained,
 )
+from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.text import Document, Texts, pieces
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import (
@@ -117,6 +118,8 @@ def tokenize_data(
         assert tokenizer is not None
         chosen = nullcontext(TextTokenizer.open(tokenizer, revision, eos_token))
     with chosen as opened:
+        if warning := rebuilt_warning(opened.folder):
+            say(f"note: {warning}")
         request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
         with locked(folder / f"{WORK}.lock", say):
             manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
