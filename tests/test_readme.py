@@ -21,7 +21,7 @@ from llmq.cli import shell, train
 from llmq.generation.answers import Answer
 from llmq.generation.text import write
 from llmq.model.presets import PRESETS
-from llmq.options.field import INSTEAD, STANDS_FOR, flag, written
+from llmq.options.field import INSTEAD, flag
 from llmq.options.generate import GenerateOptions
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
@@ -72,9 +72,7 @@ def options_table() -> str:
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     lines += ["## Names of other trainers", "", "| option | here |", "|---|---|"]
-    for name, (key, values) in STANDS_FOR.items():
-        lines.append(f"| `{flag(name)}`, or `false` | `{written(key, values[True])}`, or `{values[False]}` |")
-    others = {name: text.format(value="N") for name, text in INSTEAD.items() if name not in STANDS_FOR}
+    others = {name: text.format(value="N") for name, text in INSTEAD.items()}
     lines += [f"| `{flag(name)}` | {text} |" for name, text in others.items()]
     return "\n".join(lines).strip()
 
@@ -128,8 +126,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def inline(page: Path) -> list[str]:
-    """What stands between single backticks, outside of code blocks."""
-    return re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL))
+    """What stands between single backticks, outside of code blocks and of what the changelog says was removed."""
+    return re.findall(
+        r"`([^`]+)`", re.sub(r"```.*?```|### Removed.*?###", "", page.read_text("utf-8"), flags=re.DOTALL)
+    )
 
 
 def commands(page: Path) -> list[list[str]]:

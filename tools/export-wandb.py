@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmq.cli.export_wandb import main
+from llmq.cli.start import export_wandb
 
 if __name__ == "__main__":
-    main()
+    export_wandb()

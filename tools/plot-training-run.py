@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from llmq.cli.plot import main
+from llmq.cli.start import plot
 
 if __name__ == "__main__":
-    main()
+    plot()

@@ -129,7 +129,5 @@ command.params += [*_own(of_runs=True), *_own(of_runs=False), *_as_in_training(*
 op.params += [*_own(of_runs=False), *_as_in_training(*SHARED)]
 shell.version_option(command)
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

@@ -56,7 +56,5 @@ command = click.Command(
 )
 shell.version_option(command)
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

@@ -35,7 +35,5 @@ def command(log_file: str, **where: Any) -> None:
         click.echo(f"{steps} written to {done.folder}\nUpload with: wandb sync {done.folder}")
 
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

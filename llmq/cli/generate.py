@@ -92,7 +92,5 @@ def _refuse_idle(given: str, system: str | None, out: str | None, *, as_json: bo
 
 
 command.params = [*map(own_option, describe("generate", GenerateOptions)), *command.params]
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

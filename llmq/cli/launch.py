@@ -160,7 +160,5 @@ def _start(
     return start_group(options.launch, group, on_gpus=procs is None)
 
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

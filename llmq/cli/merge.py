@@ -88,7 +88,5 @@ def command(
     click.echo(f"{done.num_maps} linear maps changed{onto}: {done.folder}")
 
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

@@ -52,7 +52,5 @@ def command(runs: tuple[str, ...], output: str, last_steps: int) -> None:
     click.echo(path)
 
 
-main = shell.console_script(command)
-
 if __name__ == "__main__":
-    main()
+    shell.main(command)

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -23,22 +23,12 @@ SETTINGS = {
 }
 BASE_DTYPE = click.Choice(["fp32", "bf16", "e4m3", "int8", "nf4", "mxfp4"])  # of --base-dtype
 # Versions as installed, without importing them; what a run has loaded is in its [System] section.
-LIBRARIES = (
-    *("numpy", "ml_dtypes", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "pydantic", "click", "rich"),
-    *(
-        "filelock",
-        "PyYAML",
-        "matplotlib",
-        "wandb",
-        "cupy-cuda13x",
-        "cupy-cuda12x",
-        "nvmath-python",
-        "nvidia-cudnn-frontend",
-    ),
-    *("cuda-bindings", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
-    *("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    *("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-ml-py"),
-)
+LIBRARIES = """
+    numpy ml_dtypes tokenizers safetensors huggingface_hub pyarrow pydantic click rich filelock PyYAML matplotlib wandb
+    cupy-cuda13x cupy-cuda12x nvmath-python nvidia-cudnn-frontend cuda-bindings nvidia-cublas nvidia-cublas-cu12
+    nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime nvidia-cuda-runtime-cu12 nvidia-cudnn-cu13
+    nvidia-cudnn-cu12 nvidia-nccl-cu13 nvidia-nccl-cu12 nvidia-ml-py
+"""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
@@ -149,42 +139,22 @@ class Home(click.ParamType):
         return os.path.expanduser(value)
 
 
-class FileOrText(Home):
-    """A path as above if a file is there, else any text."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, or the text as it is."""
-        path = super().convert(value, param, ctx)
-        return path if os.path.isfile(path) else value
-
-
-def show_and_exit(text: Callable[[], str]) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """The callback of a flag that prints something and ends the command."""
-
-    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value and not context.resilient_parsing:
-            click.echo(text())
-            context.exit()
-
-    return callback
-
-
-def versions() -> str:
-    """Versions of llmq, Python, and the libraries that are installed, one per line."""
+def _show_versions(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Prints the versions of llmq, Python, and the libraries that are installed, one per line."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
     import llmq
 
-    lines = [f"llmq {llmq.__version__}", f"python {platform.python_version()}"]
-    for name in LIBRARIES:
+    if not value or context.resilient_parsing:
+        return
+    click.echo(f"llmq {llmq.__version__}\npython {platform.python_version()}")
+    for name in LIBRARIES.split():
         try:
-            lines.append(f"{name} {version(name)}")
+            click.echo(f"{name} {version(name)}")
         except PackageNotFoundError:
             pass
-    return "\n".join(lines)
+    context.exit()
 
 
 version_option = click.option(  # of every command
@@ -192,15 +162,11 @@ version_option = click.option(  # of every command
     is_flag=True,
     is_eager=True,
     expose_value=False,
-    callback=show_and_exit(versions),
+    callback=_show_versions,
     help="Show the versions of llmq, Python and libraries, and exit.",
 )
 
 
-def console_script(command: click.Command) -> Callable[..., None]:
-    """A function that runs a command with `arguments`, by default those of the process, and exits with its code."""
-
-    def main(arguments: Sequence[str] | None = None) -> None:
-        sys.exit(run(command, arguments))
-
-    return main
+def main(command: click.Command, arguments: Sequence[str] | None = None) -> None:
+    """Runs a command with `arguments`, by default those of the process, and exits with its code."""
+    sys.exit(run(command, arguments))

@@ -19,7 +19,8 @@ from llmq.errors import TERMINATED
 def _start(module: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import_module(f"llmq.cli.{module}").main()
+    found = import_module(f"llmq.cli.{module}")
+    found.shell.main(found.command() if module == "train" else found.command)
 
 
 def train() -> None:

@@ -10,9 +10,16 @@ from typing import Any
 import click
 
 from llmq.cli import shell
+from llmq.cli.train import own_option
 from llmq.errors import StorageError, UsageError
+from llmq.options.parse import Options, descriptions
 from llmq.screen import Screen
 from llmq.training.interrupt import terminable
+
+SHARED = (  # options of llmq-train, with its help
+    *("eval_fraction", "data_format", "map", "prompt_template", "preamble", "chat_template", "train_on", "seq_len"),
+    *("overlong", "skip_bad_rows"),
+)
 
 
 @shell.version_option
@@ -47,68 +54,10 @@ from llmq.training.interrupt import terminable
     help="Train a byte-level BPE tokenizer of N tokens on the text, in place of --model; at least 257.",
 )
 @click.option("--revision", help="Branch, tag or commit of the tokenizer's hub name.")
-@click.option(
-    "--eval-fraction",
-    type=shell.Number(0, 1, max_open=True),
-    help="Part of the data that goes to eval.bin; 0 writes none.  [default: the data's validation split, else 0.1]",
-)
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")
-@click.option(
-    "--data-format",
-    metavar="FORMAT",
-    help="Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.  "
-    "[default: from their columns]",
-)
-@click.option(
-    "--map", "mapping", multiple=True, metavar="OURS=THEIRS", help="What a column is called in the data; repeatable."
-)
-@click.option(
-    "--prompt-template",
-    type=shell.Home(),
-    metavar="FILE",
-    help="Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column.",
-)
-@click.option("--no-preamble", "preamble", flag_value=False, default=True, help="Leave out Alpaca's usual preamble.")
-@click.option(
-    "--chat-template",
-    type=shell.FileOrText(),
-    metavar="FILE-OR-TEXT",
-    help="Chat template in Jinja.  [default: the tokenizer's own]",
-)
-@click.option(
-    "--train-on",
-    metavar="WHAT",
-    help="What is trained of a row: assistant, all, last, or roles with commas.  [default: answers]",
-)
-@click.option("--seq-len", type=click.IntRange(min=1), help="Tokens from which on a row is too long: see --overlong.")
-@click.option(
-    "--overlong",
-    type=click.Choice(["turns", "truncate", "split", "drop"]),
-    help="What happens to rows of more than --seq-len tokens: turns keeps the whole turns of a chat that fit and drops "
-    "rows without one; the others cut off, split or drop.  [default: turns]",
-)
-@click.option(
-    "--skip-bad-rows",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Leave out up to N rows that are broken.",
-)
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print N samples, colored by mask.")
 @click.option("--out-dir", type=shell.Home(), metavar="FOLDER", help="Where to write.  [default: data/DATA-TOKENIZER]")
-def command(
-    inputs: tuple[str, ...],
-    mapping: tuple[str, ...],
-    show: int,
-    seq_len: int | None,
-    overlong: str | None,
-    data_format: str | None,
-    prompt_template: str | None,
-    preamble: bool,
-    chat_template: str | None,
-    train_on: str | None,
-    **given: Any,
-) -> None:
+def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
     """Tokenizes text and rows into train.bin and eval.bin.
 
     \b
@@ -136,26 +85,20 @@ def command(
         raise UsageError(f"--dataset {given['dataset']} is a file: give it as --input")
     if given["out_dir"] and os.path.isfile(given["out_dir"]):
         raise StorageError(f"--out-dir {given['out_dir']} is a file: name a folder")
-    if overlong is not None and seq_len is None:
-        raise UsageError(f"--overlong {overlong} is for rows of more than --seq-len tokens: give --seq-len too")
+    typed = {key: value for key in SHARED if (value := given.pop(key)) not in (None, ())}
+    if "overlong" in typed and "seq_len" not in typed:
+        raise UsageError(
+            f"--overlong {typed['overlong']} is for rows of more than --seq-len tokens: give --seq-len too"
+        )
+    options = Options.parse({"model": "any", "data": "any", **typed})
     # Imported here, so that --help does not wait for them.
     from rich.console import Console
 
-    from llmq.data.chat.encode import EncodeOptions
-    from llmq.data.chat.prompts import read_prompt_template
-    from llmq.data.rows.request import parsed_mapping
+    from llmq.data.batches.named_data import encode_options
     from llmq.data.tokens.tokenize import show_samples, tokenize_data
 
-    encode = EncodeOptions(
-        data_format=data_format,
-        mapping=parsed_mapping(mapping),
-        chat_template=chat_template,
-        train_on=train_on,
-        overlong=overlong or "turns",
-        seq_len=seq_len,
-        prompt_template=read_prompt_template(prompt_template) if prompt_template else None,
-        preamble=preamble,
-    )
+    flat = options.to_flat()
+    encode = encode_options(options.source, flat["seq_len"] if "seq_len" in typed else None)
     screen = Screen(sys.stderr)
     with terminable(), screen.task("Tokenizing") as on_progress:
         written = tokenize_data(
@@ -164,6 +107,8 @@ def command(
             on_progress=on_progress,
             say=screen.line,
             on_encoder=partial(show_samples, count=show, console=Console()) if show else None,
+            eval_fraction=flat["eval_fraction"],
+            skip_bad_rows=flat["skip_bad_rows"],
             **given,
         )
     for file in written:
@@ -171,7 +116,7 @@ def command(
         click.echo(f"{file.path}: {file.num_tokens} tokens in {documents}")
 
 
-main = shell.console_script(command)
+command.params += [own_option(descriptions()[key]) for key in SHARED]
 
 if __name__ == "__main__":
-    main()
+    shell.main(command)

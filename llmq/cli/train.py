@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,8 +11,8 @@ import click
 
 from llmq.cli import shell
 from llmq.errors import UsageError
-from llmq.options.field import STANDS_FOR, Description, asks_nothing, flag, truth, unknown_option, written
-from llmq.options.parse import SECTIONS, Options, descriptions, json_schema, spellings
+from llmq.options.field import Description, asks_nothing, flag, truth, unknown_option, written
+from llmq.options.parse import SECTIONS, Options, descriptions, spellings
 from llmq.training.interrupt import terminable
 
 COMMON = (  # what --help shows; --help-all has the others
@@ -86,7 +84,7 @@ def _problems(arguments: Sequence[str]) -> list[str]:
             unexpected.append(text)
     advice = STRAY if any(truth(text) is None for text in unexpected) else NO_VALUE
     problems = [f"unexpected {' '.join(unexpected)}: {advice}"] if unexpected else []
-    asked = {name: value for name, value in flags.items() if value is None or not asks_nothing(name, value)}
+    asked = {name: value for name, value in flags.items() if not asks_nothing(name, value or "true")}
     return problems + [unknown_option(name, spellings(), value) for name, value in asked.items()]
 
 
@@ -205,9 +203,6 @@ def command() -> click.Command:
         if d.kind == "switch"
     ]
     parameters += [
-        click.Option([flag(name), name], is_flag=False, flag_value="true", hidden=True) for name in STANDS_FOR
-    ]
-    parameters += [
         click.Option(
             ["--config"], metavar="FILE", type=shell.Home(), help="YAML file of options; the command line overrides it."
         ),
@@ -215,14 +210,6 @@ def command() -> click.Command:
         click.Option(["-q", "less"], count=True, help="Print less: --verbosity -1, or with -qq -2."),
         click.Option(
             ["--print-config"], is_flag=True, help="Print the effective options as a --config file, and exit."
-        ),
-        click.Option(
-            ["--print-schema"],
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=shell.show_and_exit(lambda: json.dumps(json_schema(), indent=2)),
-            help="Print the JSON schema of --config files, and exit.",
         ),
         click.Option(
             ["--help-all"],
@@ -244,10 +231,5 @@ def command() -> click.Command:
     return shell.version_option(made)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
-    sys.exit(shell.run(command(), arguments))
-
-
 if __name__ == "__main__":
-    main()
+    shell.main(command())

@@ -1,7 +1,7 @@
 """What an option is: a pydantic field that carries its own help, limits and aliases, in a frozen section.
 
 Everything a shell, a file or a reader of the log needs is read off the fields: flags and help (`describe`), messages
-for bad values (`build`), the JSON schema. Which options there are is the business of `llmq.options.parse`.
+for bad values (`build`). Which options there are is the business of `llmq.options.parse`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from llmq.errors import UsageError
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
 # Names of options that other trainers have. Those that take the same values are other names of ours, and stand there;
-# these stand for one of two values, or have others in their place.
-STANDS_FOR: dict[str, tuple[str, dict[bool, Any]]] = {
-    "bf16": ("model_dtype", {True: "bf16", False: "fp32"}),
-    "assistant_only_loss": ("train_on", {True: "assistant", False: "all"}),
-}
+# these have others in their place, unless they are set to what asks for nothing: false, or what is the default here.
+DEFAULT_HERE = {"bf16": True}
 _NO_LISA = "LISA is no longer there: use --lora-rank 16, or --train-only 'layers.2[0-3],norm' for some of the layers"
 _SHARED = "use --zero-level 3, which shares out weights, gradients and states, or 2, which keeps weights whole"
 INSTEAD = {
-    "bf16": "use --model-dtype bf16 or fp32",
+    "bf16": "use --model-dtype fp32; bf16 is the default",
     "assistant_only_loss": "use --train-on assistant or all",
     "fp16": "use --model-dtype bf16, the default: fp16 needs its loss scaled, which llmq does not do yet",
     **dict.fromkeys(("use_lora", "use_peft"), "use --lora-rank 16"),
@@ -37,10 +34,6 @@ INSTEAD = {
     **dict.fromkeys(("deepspeed", "deepspeed_config"), f"{_SHARED}; --offload-optimizer keeps states in host memory"),
     **dict.fromkeys(("nodes", "nnodes"), "start llmq-launch --nnodes {value} on each machine"),
     **dict.fromkeys(("lisa", "lisa_activated_layers", "lisa_interval", "lisa_interval_steps"), _NO_LISA),
-    "lora_budget": "ranks are no longer chosen by the first gradients: use --lora-rank, or --adalora",
-    "eva_rho": "EVA is no longer there: use --lora-init pissa",
-    "augment": "tokens are no longer replaced or shuffled: use --neftune-alpha 5, noise on their embeddings",
-    "adapters": "several adapters at once are no longer there: train one after the other, each with its --lora-rank",
     "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
     "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",
 }
@@ -121,7 +114,6 @@ def _size(value: str) -> str:
 
 Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number)]
-# Limits stand before the validator: behind it they would be no `minimum` of the JSON schema.
 Count = Annotated[int, Field(ge=0, le=LARGEST_STEP), BeforeValidator(_number)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST_STEP), BeforeValidator(_number)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
@@ -240,16 +232,12 @@ def named(
     """Values by key; unknown names, and two names of one option, are added to `errors`.
 
     `spellings` has every option by every name, `places` where a name was given (`run.yaml:3: `), where that is known.
-    Names of other trainers are read as STANDS_FOR says.
     None is the same as not given, where the default is None.
     """
     found: dict[str, Any] = {}
     names: dict[str, str] = {}  # by key, as given
     for name, value in given.items():
         option, place, spelled = spellings.get(plain(name)), places.get(name, ""), flag(str(name))
-        if plain(name) in STANDS_FOR and (is_on := truth(value)) is not None:
-            key, values = STANDS_FOR[plain(name)]
-            option, value = spellings[key], values[is_on]
         if plain(name) == "config":
             errors.append(f"{place}config is for the command line: a file cannot name another one")
         elif option is None and asks_nothing(name, value):
@@ -266,8 +254,9 @@ def named(
 
 
 def asks_nothing(name: object, value: Any) -> bool:
-    """Whether another trainer's option has a value that turns it off, as in `fp16: false`."""
-    return plain(name) in INSTEAD and (value in (None, "", "none") or truth(value) is False)
+    """Whether another trainer's option has a value that changes nothing here, as in `fp16: false` and `bf16: true`."""
+    known = plain(name)
+    return known in INSTEAD and (value in (None, "", "none") or truth(value) is DEFAULT_HERE.get(known, False))
 
 
 def unknown_option(name: str, spellings: Mapping[str, Description], value: Any = None) -> str:
@@ -360,69 +349,38 @@ def _message(d: Description, error: Any) -> str:
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 
 
-Flat = tuple[dict[str, Any], dict[str, str]]  # values by key, and the place of each key (`run.yaml:3: `)
-
-
-def read_flat_yaml(path: str, option: str = "--config") -> Flat:
-    """Options as written in a YAML file of flat keys, and the place of each key.
+def read_flat_yaml(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options as written in a YAML file of flat keys, and the place of each key (`run.yaml:3: `).
 
     UsageError if it is absent or not such a file. Scalars stay text, as on the command line, so that both are read by
     the same rules (YAML alone would take 1e-5 for text and 0123 for 83).
     """
     import yaml
 
-    root = _composed(path, option)
-    if root is None:
-        return {}, {}
-    if not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{option} {path} must hold lines of the form `learning_rate: 1e-5`")
-    return _flat(root, path)
-
-
-def read_yaml_list(path: str, option: str, example: str) -> list[tuple[str, Flat]]:
-    """The entries of a YAML file that is a list of such mappings, each with its place. UsageError."""
-    import yaml
-
-    root = _composed(path, option)
-    if not isinstance(root, yaml.SequenceNode) or not root.value:
-        raise UsageError(f"{option} {path} must be a list with entries such as `- {example}`")
-    if wrong := [node for node in root.value if not isinstance(node, yaml.MappingNode)]:
-        raise UsageError(f"{_place(path, wrong[0])}an entry has keys: write it as `- {example}`")
-    return [(_place(path, node), _flat(node, path)) for node in root.value]
-
-
-def _place(path: str, node: Any) -> str:
-    return f"{path}:{node.start_mark.line + 1}: "
-
-
-def _composed(path: str, option: str) -> Any:
-    """The nodes of a YAML file; None of an empty one. UsageError."""
-    import yaml
-
     try:
         with open(path, encoding="utf-8-sig") as file:
-            return yaml.compose(file, Loader=yaml.SafeLoader)
+            root = yaml.compose(file, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{option} {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if root is not None and not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"--config {path} must hold lines of the form `learning_rate: 1e-5`")
 
-
-def _flat(root: Any, path: str) -> Flat:
-    """The keys of a mapping, each with one value or a list. UsageError."""
-    import yaml
+    def place(node: yaml.Node) -> str:
+        return f"{path}:{node.start_mark.line + 1}: "
 
     def scalar(node: yaml.Node) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            raise UsageError(f"{_place(path, node)}keys are flat: a key has one value, or a list of single values")
+            raise UsageError(f"{place(node)}keys are flat: a key has one value, or a list of single values")
         return None if node.tag == "tag:yaml.org,2002:null" else node.value
 
     found: dict[str, Any] = {}
     places: dict[str, str] = {}
-    for key, node in root.value:
+    for key, node in root.value if root else ():
         name = str(scalar(key))
         if name in found:
-            raise UsageError(f"{_place(path, key)}{name} is given a second time")
-        places[name] = _place(path, key)
+            raise UsageError(f"{place(key)}{name} is given a second time")
+        places[name] = place(key)
         found[name] = [scalar(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else scalar(node)
     return found, places

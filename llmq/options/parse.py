@@ -1,4 +1,4 @@
-"""Options: one description of each gives its flag, its `--config` key, help, default, limits and the JSON schema.
+"""Options: one description of each gives its flag, its `--config` key, help, default and limits.
 
 To the user all keys are flat: `--learning-rate`, `learning_rate:` or `learning-rate:` in the file, `learning_rate=` in
 `llmq.train`. What there is to set is in `data`, `maths` and `run` beside this. The effective options, printed and fed
@@ -21,7 +21,6 @@ from llmq.options import adapters
 from llmq.options.adapters import AdapterOptions
 from llmq.options.data import DataOptions, ModelOptions, SourceOptions
 from llmq.options.field import (
-    STANDS_FOR,
     Description,
     Section,
     build,
@@ -263,29 +262,3 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else str(value)
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of a `--config` file: every key in every spelling that is read."""
-    properties: dict[str, Any] = {}
-    for section in SECTIONS.values():
-        fields = section.model_json_schema()["properties"]
-        for d in (descriptions()[name.rstrip("_")] for name in fields):
-            schema = {k: v for k, v in fields[d.field].items() if k not in ("aliases", "shown", "metavar", "kind")}
-            schema["title"] = flag(d.key)
-            if d.kind == "repeatable":  # a single one needs no list
-                single = [kind["items"] for kind in schema["anyOf"] if "items" in kind]
-                schema = {"title": schema.pop("title"), "anyOf": [{"type": "string"}, *single, schema]}
-            elif d.kind == "optional_value":
-                schema["anyOf"] = [{"type": "boolean"}, *schema["anyOf"]]
-            for name in (d.key, *d.aliases):
-                properties[name] = properties[name.replace("_", "-")] = schema
-    for name, (key, _) in STANDS_FOR.items():
-        properties[name] = properties[name.replace("_", "-")] = {"title": flag(key), "type": "boolean"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "llmq-train",
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-    }

@@ -127,7 +127,7 @@ def machines(tmp_path):
     """A function that runs `llmq-launch` on two machines with a rank each: exit codes, and what each has shown."""
 
     def run(stand_in, *arguments):
-        script = "import sys; from llmq.cli import launch; launch.PROGRAM = 'stand_in:run'; launch.main()"
+        script = "from llmq.cli import launch as l, shell; l.PROGRAM = 'stand_in:run'; shell.main(l.command)"
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/comm'}", "STAND_IN": stand_in}
         environ |= {"LLMQ_JOB_TOKEN": "token"}
         flags = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}", "--procs=1"]

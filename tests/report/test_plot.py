@@ -200,12 +200,12 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from llmq.cli.plot import main
+    from llmq.cli import plot, shell
 
     run, out = write_run(tmp_path / "a"), tmp_path / "out.png"
     for arguments, code in (([str(run), "-o", str(out)], 0), ([], 2), ([str(tmp_path / "absent")], 3)):
         with pytest.raises(SystemExit) as caught:
-            main(arguments)
+            shell.main(plot.command, arguments)
         assert caught.value.code == code
     printed = capsys.readouterr()
     assert printed.out.endswith(f"\n{out}\n") and "2.8056" in printed.out  # the mean of its evaluations

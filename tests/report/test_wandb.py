@@ -176,7 +176,7 @@ def test_what_cannot_be_exported(tmp_path: Path, fake: SimpleNamespace, monkeypa
 
 
 def test_the_command(tmp_path: Path, fake: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    from llmq.cli.export_wandb import main
+    from llmq.cli import export_wandb, shell
 
     arguments = ["--log-file", str(write_run(tmp_path)), "--project", "p"]
     for more, code, says in (
@@ -186,7 +186,7 @@ def test_the_command(tmp_path: Path, fake: SimpleNamespace, capsys: pytest.Captu
         (["--nonsense"], 2, "nonsense"),
     ):
         with pytest.raises(SystemExit) as caught:
-            main([*arguments, *more])
+            shell.main(export_wandb.command, [*arguments, *more])
         assert caught.value.code == code
         printed = capsys.readouterr()
         assert says in (printed.err if code else printed.out)

@@ -346,10 +346,10 @@ stray.bin | unexpected stray.bin: every option starts
 --input text.txt --train-tokenizer many | 'many' is not a valid integer range.
 --input text.txt --eval-fraction 1 | 1.0 is not in the range 0<=x<1.
 --input text.txt --eval-fraction -0.1 | -0.1 is not in the range 0<=x<1.
---input text.txt --eval-fraction nan | nan is not a finite number.
---input text.txt --eval-fraction x | 'x' is not a valid number.
+--input text.txt --eval-fraction nan | nan is not a finite number
+--input text.txt --eval-fraction x | x is not a number
 --input text.txt --overlong drop | --overlong drop is for rows of more than
---input text.txt --overlong most --seq-len 8 | 'most' is not one of 'turns', 'truncate'
+--input text.txt --overlong most --seq-len 8 | most is not one of turns, truncate
 --input text.txt --show 3 | --show is for data in rows, but text.txt is
 --input text.txt --train-on assistant | --train-on assistant: for data in rows, but
 --input text.txt --seq-len 9 --overlong split | --seq-len 9 with --overlong split: for data in rows
@@ -416,7 +416,7 @@ stray.bin | unexpected stray.bin: every option starts
 """,
     ("llmq-merge", 2): r"""
 --adapter a --adapter a | --adapter a is given twice: give it once
---adapter a --weight x | 'x' is not a valid number.
+--adapter a --weight x | x is not a number
 --adapter a --weight nan | nan is not a finite number.
 --adapter a --weight inf | inf is not a finite number.
 --adapter a --weight 1 --weight 2 | 2 --weight for 1 --adapter: give one for

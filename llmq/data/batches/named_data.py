@@ -59,16 +59,7 @@ class NamedData:
         options = self.options
         for name in (name for name in self.names if name in datasets.NAMES and Path(name).exists()):
             self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
-        encode = EncodeOptions(
-            data_format=options.data_format,
-            mapping=parsed_mapping(options.map_ or ()),
-            chat_template=options.chat_template,
-            train_on=options.train_on,
-            overlong=options.overlong,
-            seq_len=seq_len,
-            prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
-            preamble=options.preamble,
-        )
+        encode = encode_options(options, seq_len)
         found = [find_anything(name, options.eval_fraction, streaming=options.streaming) for name in self.names]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
         return replace(self, requests=tuple(one.settled() for one in asked))
@@ -121,6 +112,20 @@ class NamedData:
         real = int(sizes.sum()) - form.num_virtual * len(sizes)
         num_rows = count_packs(sizes, form.seq_len, form.docs) * tokens // real
         return Estimated(form, max(num_rows, 1), files, form.limits(int(sizes.max())))
+
+
+def encode_options(options: SourceOptions, seq_len: int | None) -> EncodeOptions:
+    """How rows become tokens; those of more than `seq_len` tokens are too long."""
+    return EncodeOptions(
+        data_format=options.data_format,
+        mapping=parsed_mapping(options.map_ or ()),
+        chat_template=options.chat_template,
+        train_on=options.train_on,
+        overlong=options.overlong,
+        seq_len=seq_len,
+        prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
+        preamble=options.preamble,
+    )
 
 
 def open_named(
