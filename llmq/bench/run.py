@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,8 @@ from llmq.bench.configuration import DEFAULTS, Configuration, configurations, mu
 from llmq.bench.ladder import Machine, ladder, look_at
 from llmq.bench.results import document, refuse_place, result_of, save, show, show_all, show_machine
 from llmq.comm.environment import Place, gpu_index, recognised
-from llmq.comm.join import copied_in_words, drawn_token, join_world
 from llmq.comm.launch import Group, run_group
-from llmq.comm.world import ALONE, World
+from llmq.comm.world import ALONE, World, copied_in_words, join_world
 from llmq.engine.bound_plan import make_ready
 from llmq.engine.measure import BATCHES, Speed, measure_plan, zipf_batch
 from llmq.errors import MemoryLimitError, UsageError
@@ -68,7 +68,7 @@ def started(request: BenchOptions, training: Mapping[str, Any], arguments: Seque
         return None
     _check(request, training, device.pick_device(shared(training).system), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
-        first = Place(0, num, 0, num, "127.0.0.1", 0, drawn_token(), "--gpus")
+        first = Place(0, num, 0, num, "127.0.0.1", 0, secrets.token_hex(16), "--gpus")
         return run_group(Group((PROGRAM, *arguments), first, Path(logs), cores_of_ranks(num, addresses)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,8 @@ def _start(
 ) -> int:
     """Starts the ranks of this machine, or those of a Ray cluster; returns the exit code."""
     from llmq.comm.environment import RAY, Place
-    from llmq.comm.join import derived_token, drawn_token
     from llmq.comm.launch import Group, start_group
+    from llmq.comm.world import derived_token
     from llmq.hardware import device
     from llmq.hardware.cores import cores_of_ranks
 
@@ -141,7 +142,7 @@ def _start(
     addresses = device.gpu_addresses(gpus) if gpus is not None and here else None
     num = procs or (len(addresses) if addresses is not None else gpus or 0)
     token = os.environ.get("LLMQ_JOB_TOKEN") or (
-        drawn_token() if machines.count == 1 else derived_token(f"llmq-launch {machines.host}:{machines.port}")
+        secrets.token_hex(16) if machines.count == 1 else derived_token(f"llmq-launch {machines.host}:{machines.port}")
     )
     first = Place(
         rank=machines.rank * num,

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from llmq.errors import UsageError
 
@@ -43,7 +44,7 @@ class Place:
     """A rank of a run, by its launcher.
 
     `local_size` is None where the launcher does not tell how many ranks the machine has. `token` is what the ranks
-    prove to each other, None if it is not given (llmq/comm/join.py then makes one, of `job`). `has_store` says
+    prove to each other, None if it is not given (llmq/comm/world.py then makes one, of `job`). `has_store` says
     that the launcher keeps the store; else rank 0 does, and of an MPI kind tells the others where. `start` is a command
     that starts as many ranks, before the arguments of `llmq-train`; `again` says that these are started after others
     that were lost.
@@ -154,26 +155,21 @@ def _by_torchrun(environ: Mapping[str, str]) -> Place | None:
     if not {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
     _need(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    size, address, port = _number(environ, "WORLD_SIZE"), environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
-    if size > 1 and "LOCAL_WORLD_SIZE" in environ:
+    address, port, own = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT"), _ranks(environ, *TORCHRUN[:4])
+    size, here = own["size"], own["local_size"] or 0
+    if size > 1 and here:
         _need(environ, "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-    local_size = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
     # Where torchrun's agent keeps a store of its own, that is what listens at MASTER_PORT.
-    own = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else FIRST_PORT + port % NUM_PORTS
-    restarts, here = environ.get("TORCHELASTIC_RESTART_COUNT"), local_size or 0
+    beside = port + 1 if port + 1 < FIRST_PORT + NUM_PORTS else FIRST_PORT + port % NUM_PORTS
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT")
     first = (f"--nnodes={size // max(here, 1)}", "--node-rank=0", f"--master-addr={address}", f"--master-port={port}")
     start = ("torchrun", *(first if size > here else ()), f"--nproc-per-node={here}", "-m", "llmq")
     return Place(
-        rank=_number(environ, "RANK"),
-        size=size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        local_size=local_size,
+        **own,
         master_addr=address,
-        master_port=_number(environ, "LLMQ_MASTER_PORT", own),
-        token=environ.get("LLMQ_JOB_TOKEN"),
+        master_port=_number(environ, "LLMQ_MASTER_PORT", beside),
         kind="torchrun",
         job=f"torchrun {(address, port, environ.get('TORCHELASTIC_RUN_ID'), restarts)}",
-        join_s=_seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
         start=start if here else TRAIN,
         again=(restarts or "0") != "0",
     )
@@ -190,18 +186,13 @@ def _by_srun(environ: Mapping[str, str]) -> Place | None:
     if node >= len(tasks):
         raise UsageError(f"SLURM_NODEID {node} is none of the nodes of SLURM_STEP_TASKS_PER_NODE {tasks}")
     return Place(
-        rank=_number(environ, "SLURM_PROCID"),
-        size=_number(environ, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        local_size=tasks[node],
+        **_ranks(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "") | {"local_size": tasks[node]},
         # Rank 0 is on the first node, however tasks are distributed.
         master_addr=environ.get("LLMQ_MASTER_ADDR") or first_node(environ["SLURM_STEP_NODELIST"]),
         master_port=_number(environ, "LLMQ_MASTER_PORT", FIRST_PORT + (16 * job + step) % NUM_PORTS),
-        token=environ.get("LLMQ_JOB_TOKEN"),
         kind="srun",
         variables="SLURM_PROCID, SLURM_STEP_NUM_TASKS",
         job=f"slurm {job}.{step} {environ.get('SLURM_RESTART_COUNT', '0')}",
-        join_s=_seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
         start=("srun", f"--ntasks={environ['SLURM_STEP_NUM_TASKS']}", *TRAIN),
     )
 
@@ -224,24 +215,31 @@ def tasks_of_nodes(tasks: str) -> list[int]:
 
 def _by_mpi(environ: Mapping[str, str], kind: str) -> Place | None:
     """A rank of MPI by the names of its variables. Address and port are those of a store that this rank would keep."""
-    rank, size, local_rank, local_size = MPI[kind]
+    rank, size, _, local_size = MPI[kind]
     if not {rank, size} & environ.keys():
         return None
     _need(environ, rank, size)
     is_here = environ.get(local_size) == environ[size]
     return Place(
-        rank=_number(environ, rank),
-        size=_number(environ, size),
-        local_rank=_number(environ, local_rank, 0),
-        local_size=_number(environ, local_size) if local_size in environ else None,
+        **_ranks(environ, *MPI[kind]),
         master_addr=environ.get("LLMQ_MASTER_ADDR") or ("127.0.0.1" if is_here else socket.gethostname()),
         master_port=_number(environ, "LLMQ_MASTER_PORT", 0),
-        token=environ.get("LLMQ_JOB_TOKEN"),
         kind=kind,
         variables=f"{rank}, {size}",
-        join_s=_seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
         start=("mpirun", "-n", environ[size], *TRAIN),
     )
+
+
+def _ranks(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> dict[str, Any]:
+    """The fields of a place that these variables give, of which the local ones may be missing, and those of ours."""
+    return {
+        "rank": _number(environ, rank),
+        "size": _number(environ, size),
+        "local_rank": _number(environ, local_rank, 0),
+        "local_size": _number(environ, local_size) if local_size in environ else None,
+        "token": environ.get("LLMQ_JOB_TOKEN"),
+        "join_s": _seconds(environ, "LLMQ_JOIN_TIMEOUT", JOIN_S),
+    }
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

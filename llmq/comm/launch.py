@@ -3,10 +3,16 @@
 Each rank is a process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, which passes
 every signal on, once to each rank. Rank 0 writes where the launcher does, the others to files. A rank that fails is
 missed by the others, whose watchdog ends them; those that have not ended after 20 s are ended here.
+
+A rank is `python -m llmq.comm.launch llmq.cli.start:train ARGUMENTS`. Before anything is imported that starts threads,
+it takes the cores that it is given, and asks Linux for a signal when its launcher is gone, so that none is left over.
+That is SIGUSR1, after which it ends its step and saves: Linux sends it for each thread of the launcher, and a second
+SIGTERM would end the rank within its step.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,20 +21,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from llmq.comm.environment import RAY, Place
-from llmq.comm.rank_process import CORES, LAUNCHER
 from llmq.comm.store import StoreServer, in_words
 from llmq.disk import storage
 from llmq.errors import INTERRUPTED, TERMINATED, UsageError, WorldError
+from llmq.hardware.cores import read_cores
 
 if TYPE_CHECKING:
     from llmq.comm.ray_group import RayRank
     from llmq.options.run import LaunchOptions
 
+PR_SET_PDEATHSIG = 1
+CORES, LAUNCHER, LAST_SIGNAL = "LLMQ_CORES", "LLMQ_LAUNCHER_PID", "LLMQ_LAST_SIGNAL"
 ENDINGS = ((20.0, signal.SIGTERM), (28.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
 POLL_S = 0.05
 TAIL = 20  # lines of a rank's output that are shown when it fails
@@ -47,7 +56,7 @@ TRIES_TO_END = 3  # signals that end a run: one after the step, one at once, one
 class Group:
     """What is started on a machine: all its ranks, from `first` on, where port 0 is any that is free.
 
-    `command` is a function that rank_process calls, and its arguments. `logs` is the folder for what ranks beyond 0
+    `command` is a function that a rank calls, and its arguments. `logs` is the folder for what ranks beyond 0
     print.
     """
 
@@ -131,7 +140,7 @@ class LocalRank:
         self, command: Sequence[str], environ: Mapping[str, str], output: IO[bytes] | None, cwd: str | None = None
     ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmq.comm.rank_process", *command],
+            [sys.executable, "-m", "llmq.comm.launch", *command],
             env={**os.environ, **environ, LAUNCHER: str(os.getpid())},
             cwd=cwd,
             stdin=None if output is None else subprocess.DEVNULL,
@@ -250,3 +259,28 @@ def _tail(log: Path | None) -> str:
 def say(text: str) -> None:
     """A line of the launcher."""
     print(f"llmq: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Runs the function that the first argument names, with the arguments after it."""
+    function = sys.argv.pop(1)
+    _end_with(int(os.environ[LAUNCHER]), int(os.environ.get(LAST_SIGNAL, signal.SIGUSR1)))
+    if cores := read_cores(os.environ.get(CORES, "")):
+        os.sched_setaffinity(0, cores)
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)()
+
+
+def _end_with(launcher: int, number: int) -> None:
+    """The signal comes when the launcher ends; one that has ended already ends this process now.
+
+    Where the system has no such signal (macOS), a rank ends once it misses the store that its launcher kept.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != launcher:
+        sys.exit(TERMINATED)
+
+
+if __name__ == "__main__":
+    main()

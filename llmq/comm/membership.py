@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from llmq.comm.store import PURPOSE, SILENCE, Beat, LostRank, seconds_of_beat
+from llmq.comm.store import PURPOSE, SILENCE, Beat, lost_in_words, seconds_of_beat
 from llmq.comm.wire import WATCHING, Channel, Refused, WrongToken, introduced
 from llmq.errors import WorldError
 
@@ -36,10 +36,10 @@ class Membership:
         self.rank = rank
         self.places: list[tuple[str, int]] = [(address or host, port) for address, port in welcome["places"]]
         self._channel, self._keepers = channel, welcome["keepers"] or [None]  # None: the launcher
-        self._lost: list[LostRank] = []
+        self._lost = ""  # who is lost
         self._is_settled = threading.Event()
         self._has_left = False
-        self._on_lost: Callable[[list[LostRank]], None] | None = None
+        self._on_lost: Callable[[str], None] | None = None
         self._progress: Callable[[], Beat] = lambda: Beat(0, "", 0)
         self._doing: list[str] = []
         self._silent_s = 0.0  # since the store was heard
@@ -76,8 +76,8 @@ class Membership:
             raise WorldError(answer["error"])
         return cls(channel, host, rank, answer)
 
-    def lost_within(self, seconds: float) -> list[LostRank]:
-        """The ranks that are lost, once there are any; none if there are none after some seconds."""
+    def lost_within(self, seconds: float) -> str:
+        """Which ranks are lost, once there are any; empty if there are none after some seconds."""
         self._is_settled.wait(seconds)
         return self._lost
 
@@ -95,7 +95,7 @@ class Membership:
         stacks: Path,
         *,
         patience: float,
-        on_lost: Callable[[Sequence[LostRank]], None] = lambda lost: None,
+        on_lost: Callable[[str], None] = lambda lost: None,
     ) -> Iterator[Membership]:
         """Around the work of this rank; all ranks have one, best as soon as they have joined.
 
@@ -179,7 +179,7 @@ class Membership:
                 message = self._channel.receive()
                 self._silent_s = 0.0
                 if "lost" in message:
-                    self._found([_lost_rank(**one) for one in message["lost"]])
+                    self._found(str(message["lost"]))
                 elif "end" in message:
                     self._has_left = True  # from here on no one is watched
         except (OSError, Refused) as error:
@@ -187,9 +187,9 @@ class Membership:
 
     def _miss(self, why: str) -> None:
         """The store itself is lost, and with it the ranks that keep it, or else the launcher."""
-        self._found([LostRank(rank, f"it keeps the store; {why}") for rank in self._keepers])
+        self._found("; ".join(lost_in_words(rank, f"it keeps the store; {why}") for rank in self._keepers))
 
-    def _found(self, lost: list[LostRank]) -> None:
+    def _found(self, lost: str) -> None:
         with self._turn:
             if self._lost or self._has_left:
                 return
@@ -198,9 +198,9 @@ class Membership:
         if on_lost:
             on_lost(lost)
 
-    def _end(self, lost: Sequence[LostRank], stacks: Path, on_lost: Callable[[Sequence[LostRank]], None]) -> None:
+    def _end(self, lost: str, stacks: Path, on_lost: Callable[[str], None]) -> None:
         """Says who is lost, and ends the process, even if printing or logging is stuck."""
-        said = f"rank {self.rank} ends, because {'; '.join(map(str, lost))}"
+        said = f"rank {self.rank} ends, because {lost}"
         found = _stacks()
 
         def say() -> None:
@@ -222,10 +222,6 @@ class Membership:
         words.start()
         words.join(LAST_WORDS_S)
         os._exit(WorldError.exit_code)
-
-
-def _lost_rank(rank: int | None, why: str, beat: dict[str, Any] | None) -> LostRank:
-    return LostRank(rank, why, Beat(**beat) if beat else None)
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,8 +19,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from llmq.comm.environment import RAY, Place
-from llmq.comm.launch import Group, LocalRank, Running, say, tried
-from llmq.comm.rank_process import LAST_SIGNAL
+from llmq.comm.launch import LAST_SIGNAL, Group, LocalRank, Running, say, tried
 from llmq.errors import UsageError, WorldError
 
 HANDED_ON = ("LLMQ_", "HF_", "WANDB_", "NCCL_")  # the beginnings of variables that ranks get from this process

@@ -15,9 +15,9 @@ import ipaddress
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from llmq.comm.wire import HANDSHAKE_S, WATCHING, Channel, Door, Refused
@@ -55,18 +55,10 @@ class Beat:
         return f"step {self.step}, {where} collective {self.count}"
 
 
-@dataclass(frozen=True)
-class LostRank:
-    """A rank that is lost, or the launcher (None): why, and where it was last seen."""
-
-    rank: int | None
-    why: str
-    beat: Beat | None = None
-
-    def __str__(self) -> str:
-        where = f" (last seen in {self.beat})" if self.beat else ""
-        who = "the launcher" if self.rank is None else f"rank {self.rank}"
-        return f"{who} is lost: {self.why}{where}"
+def lost_in_words(rank: int | None, why: str, beat: Beat | None = None) -> str:
+    """That a rank is lost, or the launcher (None): why, and where it was last seen."""
+    who = "the launcher" if rank is None else f"rank {rank}"
+    return f"{who} is lost: {why}" + (f" (last seen in {beat})" if beat else "")
 
 
 @dataclass
@@ -106,14 +98,13 @@ class Watched:
         return self.still >= patience and not self.doing and not self.has_left
 
 
-def lost_ranks(ranks: Mapping[int, Watched], size: int, patience: float) -> list[LostRank]:
-    """The ranks that are lost by now: those that ended or are silent, else those that the others wait for.
+def lost_ranks(ranks: Mapping[int, Watched], size: int, patience: float) -> dict[int, str]:
+    """Why ranks are lost by now: those that ended or are silent, else those that the others wait for.
 
     `ranks` has those of `size` that are watched, or have ended. A rank that is lost is found within `patience` seconds.
     """
     reasons = {number: why for number, rank in ranks.items() if (why := rank.absence(patience))}
-    reasons = reasons or _waited_for(ranks, size, patience)
-    return [LostRank(number, why, ranks[number].beat) for number, why in sorted(reasons.items())]
+    return reasons or _waited_for(ranks, size, patience)
 
 
 def _waited_for(ranks: Mapping[int, Watched], size: int, patience: float) -> dict[int, str]:
@@ -180,7 +171,7 @@ class StoreServer:
         self._patience, self._has_judged = 0.0, False
         self._is_closed = threading.Event()
         try:
-            self._door = Door(host, port, token, PURPOSE, size, self._serve, self._note_stranger)
+            self._door = Door(host, port, token, PURPOSE, size, self._serve, self._note)
         except OSError as error:
             raise WorldError(
                 f"the store of the run cannot use port {port} ({error.strerror}): choose another"
@@ -294,10 +285,9 @@ class StoreServer:
             before = now
 
     def _missing(self) -> str:
-        missing = in_words(rank for rank in range(self._size) if rank not in self._members)
-        return "; ".join(
-            [f"of {self._size} ranks, {missing} did not come within {self._deadline[1]:g} s", *self._notes]
-        )
+        missing = in_words(set(range(self._size)) - self._members.keys())
+        said = f"of {self._size} ranks, {missing} did not come within {self._deadline[1]:g} s"
+        return "; ".join([said, *self._notes])
 
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:
@@ -306,26 +296,23 @@ class StoreServer:
 
     def _judge(self) -> None:
         """Once ranks are lost all hear of it, and nothing is judged any more."""
-        lost = [] if self._has_judged else lost_ranks(self._watched, self._size, self._patience)
+        lost = {} if self._has_judged else lost_ranks(self._watched, self._size, self._patience)
         if lost:
             self._has_judged = True
-            threading.Thread(target=self._announce, args=(lost,), name=f"{WATCHING}: verdict", daemon=True).start()
+            said = "; ".join(lost_in_words(one, lost[one], self._watched[one].beat) for one in sorted(lost))
+            about = (set(lost), {"lost": said})
+            threading.Thread(target=self._announce, args=about, name=f"{WATCHING}: verdict", daemon=True).start()
 
-    def _announce(self, lost: Sequence[LostRank]) -> None:
+    def _announce(self, lost: set[int], verdict: dict[str, Any]) -> None:
         """Tells all who is lost; ranks that keep the store hear it last, since it ends with them."""
-        verdict = {"lost": [asdict(one) for one in lost]}
         with self._changed:
             here = self._members
             others = {rank for rank, member in here.items() if not member.is_keeper}
             for rank in others:
                 here[rank].tell(verdict)
-            waited_for = others - {one.rank for one in lost}
-            self._changed.wait_for(lambda: not waited_for & here.keys(), KEEPER_WAITS_S)
+            self._changed.wait_for(lambda: not (others - lost) & here.keys(), KEEPER_WAITS_S)
             for rank in here.keys() - others:
                 here[rank].tell(verdict)
-
-    def _note_stranger(self, address: str) -> None:
-        self._note(f"a process on {address} with another job token was refused")
 
     def _note(self, text: str) -> None:
         with self._changed:

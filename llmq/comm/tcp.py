@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import Empty, Queue
 from typing import Any
 
@@ -121,7 +122,7 @@ class TcpWorld:
     def _in_words(self, lost: _PeerLost) -> str:
         """The rank whose connection broke may have ended because of another: the store knows which was first."""
         if known := self.membership.lost_within(LOST_S):
-            return str(known[0])
+            return known
         return f"rank {lost.rank} has ended, and rank {self.rank} waits for it ({lost.reason})"
 
 
@@ -165,21 +166,16 @@ class _Peer:
     def step(self) -> None:
         """Sends and receives what can be without waiting."""
         try:
-            if self.sending:
-                _advance(self.sending, self.connection.sendmsg(self.sending))
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise _PeerLost(self.rank, str(error)) from error
-        try:
-            if self.receiving:
-                count = self.connection.recvmsg_into(self.receiving)[0]
-                if not count:
-                    raise _PeerLost(self.rank, "its connection is closed")
-                _advance(self.receiving, count)
-                self._check()
-        except BlockingIOError:
-            pass
+            with suppress(BlockingIOError):
+                if self.sending:
+                    _advance(self.sending, self.connection.sendmsg(self.sending))
+            with suppress(BlockingIOError):
+                if self.receiving:
+                    count = self.connection.recvmsg_into(self.receiving)[0]
+                    if not count:
+                        raise _PeerLost(self.rank, "its connection is closed")
+                    _advance(self.receiving, count)
+                    self._check()
         except OSError as error:
             raise _PeerLost(self.rank, str(error)) from error
 

@@ -172,7 +172,7 @@ class Door:
 
     `serve` gets the channel, which is its own, and the address that it comes from. Its OSError or Refused closes it.
     A connection that does not prove itself in time is closed, the oldest also where there are more than are allowed;
-    `on_wrong_token` gets the address of one with another token.
+    `note` is told of one with another token.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class Door:
         purpose: str,
         num_ranks: int,
         serve: Callable[[Channel, str], None],
-        on_wrong_token: Callable[[str], None] = lambda address: None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._listener, self._token, self._purpose = _listening(host, port), token, purpose
         self._listener.settimeout(1.0)  # on macOS nothing else wakes accept
         self.port: int = self._listener.getsockname()[1]
-        self._limit, self._serve, self._on_wrong_token = NUM_STRANGERS + num_ranks, serve, on_wrong_token
+        self._limit, self._serve, self._note = NUM_STRANGERS + num_ranks, serve, note
         self._strangers: dict[Channel, None] = {}  # in the order in which they came
         self._turn = threading.Lock()
         self._is_closed = threading.Event()
@@ -234,7 +234,7 @@ class Door:
                     self._strangers.pop(channel, None)
             self._serve(channel, address)
         except WrongToken:
-            self._on_wrong_token(address)
+            self._note(f"a process on {address} with another job token was refused")
             channel.close()
         except (OSError, Refused):
             channel.close()

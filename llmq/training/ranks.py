@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from llmq.plan import sharding
 
 if TYPE_CHECKING:
     from llmq.comm.membership import Membership
-    from llmq.comm.store import Beat, LostRank
+    from llmq.comm.store import Beat
 
 Result = TypeVar("Result")
 OF_ONE_RANK = ("device", "gpu", "gpus", "verbosity")  # options in which ranks may differ
@@ -51,7 +51,7 @@ class Ranks:
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
         self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
-        self.on_lost: Callable[[Sequence[LostRank]], None] = lambda lost: None  # the last that this rank does
+        self.on_lost: Callable[[str], None] = lambda lost: None  # the last that this rank does
         self._watched: Membership | None = None
 
     @property
@@ -155,7 +155,7 @@ def joined(options: Options) -> Iterator[Ranks]:
     if place.size == 1:
         yield Ranks(**about)
         return
-    from llmq.comm.join import copied_in_words, join_world
+    from llmq.comm.world import copied_in_words, join_world
 
     patience = watchdog_s(os.environ)
     picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)

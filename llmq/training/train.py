@@ -64,7 +64,7 @@ def run(
     with ExitStack() as stack:
         ranks = ranks or stack.enter_context(joined(options))
         log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first, again=ranks.again))
-        ranks.on_lost = lambda lost: log.end("failed", error="; ".join(map(str, lost)))
+        ranks.on_lost = lambda lost: log.end("failed", error=lost)
         stack.enter_context(_hold(options, log, ranks))
         ready = ranks.in_turn(lambda: prepare(options, log, ranks), _choices)
         if ready.is_dry:

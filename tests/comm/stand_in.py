@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.comm.environment import recognised
-from llmq.comm.join import join_world
+from llmq.comm.world import join_world
 from llmq.errors import TERMINATED, WorldError
 from llmq.hardware.device import CPU
 

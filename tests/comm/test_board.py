@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq.comm.store import Beat, Watched, lost_ranks
+from llmq.comm.store import Beat, Watched, lost_in_words, lost_ranks
 
 PATIENCE = 60.0
 
@@ -27,7 +27,7 @@ class Board:
             rank.tick(1.0)
 
     def lost(self, size=None):
-        return {one.rank: one.why for one in lost_ranks(self.ranks, size or len(self.ranks), PATIENCE)}
+        return lost_ranks(self.ranks, size or len(self.ranks), PATIENCE)
 
 
 COMPUTES = ("gather", 8, ""), ("", 7, ""), ("gather", 8, "")
@@ -57,8 +57,8 @@ def test_ranks_that_stand_still_are_lost_where_others_wait_for_them(ranks, secon
 
 
 def test_a_lost_rank_says_where_it_was_last_seen():
-    [one] = lost_ranks(Board(*COMPUTES, seconds=60).ranks, 3, PATIENCE)
-    assert str(one) == f"rank 1 is lost: {STANDS} (last seen in step 3, after collective 7)"
+    said = lost_in_words(1, STANDS, Board(*COMPUTES, seconds=60).ranks[1].beat)
+    assert said == f"rank 1 is lost: {STANDS} (last seen in step 3, after collective 7)"
 
 
 def test_nobody_is_lost_while_all_advance():

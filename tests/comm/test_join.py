@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from llmq.comm.join import derived_token, of_first_rank
+from llmq.comm.world import derived_token, of_first_rank
 from llmq.errors import UsageError
 
 

@@ -72,7 +72,7 @@ def test_a_rank_that_fails_ends_all_with_its_exit_code(environ):
     code = (
         "import os, sys, time\n"
         "from llmq.comm.environment import recognised\n"
-        "from llmq.comm.join import join_world\n"
+        "from llmq.comm.world import join_world\n"
         "from llmq.hardware.device import CPU\n"
         "world = join_world(recognised(os.environ), CPU)\n"
         "assert world.gather(world.rank) == [0, 1]\n"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from llmq.comm import nccl
-from llmq.comm.join import copied_in_words
 from llmq.comm.nccl import NcclWorld
-from llmq.comm.world import Copying, OneRank
+from llmq.comm.world import Copying, OneRank, copied_in_words
 
 MANY = nccl.LEAST_BYTES
 FP32 = np.dtype("float32")
