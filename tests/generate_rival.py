@@ -22,7 +22,7 @@ from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
 from llmq.model.config import to_hf
 from llmq.model.presets import PRESETS
-from llmq.options.generate import GenerateOptions
+from llmq.options.commands import GenerateOptions
 
 PROMPT = (785, 6722, 315, 9625, 374)  # The capital of France is, in Qwen2.5's tokens
 

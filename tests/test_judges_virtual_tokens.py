@@ -27,7 +27,7 @@ from llmq.files.source import find_source, open_parameters
 from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
 from llmq.model.config import read_config
-from llmq.options.generate import GenerateOptions
+from llmq.options.commands import GenerateOptions
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec

@@ -18,11 +18,11 @@ import pytest
 
 from llmq import errors
 from llmq.cli import shell, train
-from llmq.generation.answers import Answer
+from llmq.generation.prompts import Answer
 from llmq.generation.text import write
 from llmq.model.presets import PRESETS
+from llmq.options.commands import GenerateOptions
 from llmq.options.field import INSTEAD, flag
-from llmq.options.generate import GenerateOptions
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training.result import TrainResult
 

@@ -21,7 +21,7 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model.config import from_folder
 from llmq.model.presets import preset
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 from llmq.options.field import refuse
 from llmq.options.parse import Options
 from llmq.plan import memory, precision

@@ -26,7 +26,7 @@ from llmq.hardware import device
 from llmq.hardware.cards import TERA
 from llmq.model.config import ModelConfig
 from llmq.ops.record import Call
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 from llmq.plan.plan import Plan
 from llmq.screen import Screen, counted
 from llmq.tensor import Ref

@@ -39,7 +39,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.cores import cores_of_ranks, use_blas_threads
 from llmq.hardware.device import Device
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 from llmq.plan import sharding
 from llmq.plan.plan import Plan
 from llmq.screen import Report, Screen, unreported

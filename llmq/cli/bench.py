@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from llmq.cli import shell
 from llmq.cli.train import option_elsewhere, own_option
 from llmq.errors import UsageError
-from llmq.options.bench import OF_RUNS, BenchOptions
+from llmq.options.commands import OF_RUNS, BenchOptions
 from llmq.options.field import describe, section_of
 from llmq.options.parse import descriptions
 

@@ -10,8 +10,8 @@ import click
 from llmq.cli import shell
 from llmq.cli.train import own_option
 from llmq.errors import UsageError
+from llmq.options.commands import GenerateOptions
 from llmq.options.field import describe, section_of
-from llmq.options.generate import GenerateOptions
 
 
 @shell.version_option
@@ -61,21 +61,20 @@ def command(
     options = section_of(GenerateOptions, {key: value for key, value in typed.items() if value not in (None, ())})
     _refuse_idle(given[0], system, out, as_json=as_json, samples=options.samples)
     # Imported here, so that --help does not wait for them.
-    from llmq.generation import console
+    from llmq.generation import text
     from llmq.generation.prompts import questions_of, read_questions
-    from llmq.generation.text import Writer
 
     questions = read_questions(Path(prompts)) if prompts else questions_of(prompt)
     reads_text = chat or any(question.tokens is None for question in questions)
-    writer = Writer(options, logprobs=as_json, reads_text=reads_text)
+    writer = text.Writer(options, logprobs=as_json, reads_text=reads_text)
     for note in writer.notes:
         click.echo(note, err=True)
     if chat:
-        console.chat(writer, system)
+        text.chat(writer, system)
     elif prompts or as_json:
-        console.answer_all(writer, questions, out)
+        text.answer_all(writer, questions, out)
     else:
-        console.continue_prompts(writer, questions)
+        text.continue_prompts(writer, questions)
     if stats:
         click.echo(writer.course.line(writer.weight_bytes), err=True)
 

@@ -42,9 +42,8 @@ def command(runs: tuple[str, ...], output: str, last_steps: int) -> None:
     # Imported here, so that --help does not wait for them.
     from rich.console import Console
 
-    from llmq.report.plot import plot_runs
+    from llmq.report.plot import plot_runs, summarize, table
     from llmq.report.read import read_runs
-    from llmq.report.summary import summarize, table
 
     logs = read_runs(Path(run) for run in runs)
     path = plot_runs(logs, Path(output))

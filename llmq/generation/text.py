@@ -1,14 +1,18 @@
-"""A model that is ready to write: found, planned for its prompts, loaded."""
+"""A model that is ready to write: found, planned for its prompts, loaded. For `llmq.generate`, and for a terminal: one
+prompt as it comes, a file of them, a chat turn by turn."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
@@ -16,16 +20,15 @@ from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Generator, Pace, generate, open_generator
-from llmq.errors import UsageError
+from llmq.errors import StorageError, UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
-from llmq.generation.answers import Answer, drafts, in_order, pieces
-from llmq.generation.prompts import PromptReader, Question, questions_of
+from llmq.generation.prompts import Answer, PromptReader, Question, drafts, in_order, pieces, questions_of
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.commands import STREAMS, GenerateOptions
 from llmq.options.field import section_of
-from llmq.options.generate import STREAMS, GenerateOptions
 from llmq.plan.decoding import Decoding
 from llmq.plan.generation import plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
@@ -160,6 +163,61 @@ def stop_tokens(config: ModelConfig, folder: Path | None, tokenizer: TextTokeniz
 
 def _rounded(length: int) -> int:
     return -(-length // STEP) * STEP
+
+
+def continue_prompts(writer: Writer, questions: Sequence[Question]) -> None:
+    """Prints what follows a prompt as it comes; of several answers each when it is whole, below its number."""
+    samples = writer.settings.samples
+    if len(questions) * samples == 1:
+        for piece in writer.pieces(questions):
+            print(piece.text or "", end="", flush=True)
+        print(flush=True)
+        return
+    for answer in writer.answers(questions):
+        numbers = [f"prompt {answer.index + 1}"] if len(questions) > 1 else []
+        numbers += [f"sample {answer.sample + 1}"] if samples > 1 else []
+        print(f"[{', '.join(numbers)}]\n{answer.text}", flush=True)
+
+
+def answer_all(writer: Writer, questions: Sequence[Question], out: str | None) -> None:
+    """Writes a JSON line for each answer, in order, to `out` or stdout."""
+    with nullcontext(sys.stdout) if out is None else _opened(out) as file:
+        for answer in writer.answers(questions):
+            which = {"sample": answer.sample} if writer.settings.samples > 1 else {}
+            row = {**questions[answer.index].shown, **which, "text": answer.text, "new_tokens": answer.tokens}
+            scores = {"logprobs": answer.logprobs} if writer.sampling.logprobs else {}
+            row |= {**scores, "finish_reason": answer.finish_reason}
+            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+
+
+def chat(writer: Writer, system: str | None) -> None:
+    """Answers each line of input that is not empty, with all turns before it."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for line in filter(str.strip, _lines()):
+        messages.append({"role": "user", "content": line})
+        texts = []
+        for piece in writer.chat_pieces(messages):
+            texts.append(piece.text or "")
+            print(texts[-1], end="", flush=True)
+        print(flush=True)
+        messages.append({"role": "assistant", "content": "".join(texts)})
+
+
+def _opened(path: str) -> TextIO:
+    try:
+        return open(path, "w", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"--out {path}: cannot be written ({error.strerror})") from None
+
+
+def _lines() -> Iterator[str]:
+    """Lines of input, asked for where that is a terminal."""
+    asked = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            yield input(asked)
+        except EOFError:
+            return
 
 
 def write(

@@ -13,8 +13,7 @@ from llmq.engine.engine import Engine
 from llmq.engine.generate import Drawn, Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
-from llmq.generation.answers import drafts, in_order, pieces
-from llmq.generation.prompts import PromptReader, Question
+from llmq.generation.prompts import PromptReader, Question, drafts, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
 from llmq.model.config import ModelConfig
 from llmq.plan.spec import Completions

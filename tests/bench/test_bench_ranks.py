@@ -18,7 +18,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.hardware.device import CPU
 from llmq.model.config import to_hf
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 
 
 @pytest.fixture(autouse=True)

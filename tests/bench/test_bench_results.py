@@ -17,7 +17,7 @@ from llmq.engine.measure import Speed
 from llmq.errors import StorageError
 from llmq.hardware.device import CPU
 from llmq.hardware.nvml import Reading
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 from llmq.training.facts import Facts
 
 PEAKS = {"fp32": 1e12, "bf16": 2e12}

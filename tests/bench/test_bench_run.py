@@ -25,7 +25,7 @@ from llmq.hardware import cuda_libraries, device, nvml
 from llmq.hardware.device import CPU, Device
 from llmq.model.config import from_folder, to_hf
 from llmq.model.optimizer import Hyperparameters
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec

@@ -21,7 +21,7 @@ from llmq.data.tokens import tokenizer
 from llmq.generation.prompts import questions_of
 from llmq.generation.text import Sampling, Writer
 from llmq.model import presets
-from llmq.options.generate import GenerateOptions
+from llmq.options.commands import GenerateOptions
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<you>{% endif %}"

@@ -13,7 +13,7 @@ import pytest
 
 from llmq.cli import bench, estimate, export_wandb, generate, launch, merge, plot, shell, start, tokenize_data, train
 from llmq.data.tokens.token_file import TokenWriter
-from llmq.options.bench import BenchOptions
+from llmq.options.commands import BenchOptions
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {

@@ -8,8 +8,7 @@ from tokenizers import decoders
 
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.generation.answers import Answer, Draft
-from llmq.generation.prompts import PromptReader, Question, TextStream, questions_of
+from llmq.generation.prompts import Answer, Draft, PromptReader, Question, TextStream, questions_of
 
 
 @pytest.fixture

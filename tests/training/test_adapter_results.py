@@ -23,7 +23,7 @@ from llmq.errors import DataError, UsageError
 from llmq.files.source import find_source
 from llmq.generation.text import Writer
 from llmq.model.held import HELD_FORMS, HeldBase
-from llmq.options.generate import GenerateOptions
+from llmq.options.commands import GenerateOptions
 from llmq.options.parse import descriptions
 
 

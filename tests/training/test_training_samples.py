@@ -12,7 +12,7 @@ from llmq.errors import DataError, MemoryLimitError, UsageError
 from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
 from llmq.hardware import device
-from llmq.options.generate import GenerateOptions
+from llmq.options.commands import GenerateOptions
 from llmq.report.read import read_log
 
 TOKENS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42], [7]]

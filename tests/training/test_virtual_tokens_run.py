@@ -18,8 +18,8 @@ from llmq.files.source import open_parameters, open_source
 from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
 from llmq.model.parameters import parameter_rows
+from llmq.options.commands import GenerateOptions
 from llmq.options.data import ModelOptions
-from llmq.options.generate import GenerateOptions
 from llmq.options.parse import Options
 from llmq.report.read import read_log
 
