@@ -267,10 +267,14 @@ def _axes(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
     return (columns, rows) if form.layout == "col" else (-(-rows // COLSUM_ROWS), columns)
 
 
+def stored_dtype(ref: Ref) -> np.dtype:
+    """Dtype of the bytes of a Ref."""
+    return DTYPES[ref.form.dtype if ref.form else ref.dtype]
+
+
 def stored_bytes(ref: Ref) -> int:
     """Bytes of what a Ref names, in its form: of the piece where it is one."""
-    dtype = DTYPES[ref.form.dtype if ref.form else ref.dtype]
-    return math.prod(stored_shape(ref.shape, ref.form)) * dtype.itemsize
+    return math.prod(stored_shape(ref.shape, ref.form)) * stored_dtype(ref).itemsize
 
 
 def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:

@@ -41,9 +41,9 @@ from llmq.ops.cuda.cudnn import Cudnn
 from llmq.ops.cuda.launch import Kernel, capability, launch
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.seam import record
-from llmq.plan.arena import aligned, stored_dtype
+from llmq.plan.arena import aligned
 from llmq.screen import Report, counted, unreported
-from llmq.tensor import DTYPES, stored_bytes, stored_shape
+from llmq.tensor import DTYPES, stored_bytes, stored_dtype, stored_shape
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call

@@ -18,9 +18,8 @@ from llmq.hardware.host_memory import host_memory_bytes, peak_resident_bytes
 from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import reference
 from llmq.ops.temporaries import temporary_bytes
-from llmq.plan.arena import stored_dtype
 from llmq.screen import Report, unreported
-from llmq.tensor import Ref, stored_bytes, stored_shape
+from llmq.tensor import Ref, stored_bytes, stored_dtype, stored_shape
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call

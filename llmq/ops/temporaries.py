@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.operands import SLICE, in_rows
 from llmq.ops.seam import record
-from llmq.tensor import DTYPES, Ref
+from llmq.tensor import DTYPES, Ref, stored_dtype
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call, Result
@@ -73,7 +73,7 @@ class Temporaries:
 
 
 def _is_copied(ref: Ref) -> bool:
-    dtype = DTYPES[ref.form.dtype if ref.form else ref.dtype]
+    dtype = stored_dtype(ref)
     is_scaled = ref.form is not None and ref.form.scaling is not None
     return is_scaled or (dtype.kind not in "iu" and dtype.itemsize < 4)
 

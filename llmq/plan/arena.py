@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.tensor import DTYPES, Ref
-
 ALIGNMENT = 256  # bytes; what cuBLASLt workspaces and 16-byte vector accesses ask for, with room
 
 
@@ -70,8 +68,3 @@ def live_peak(lifetimes: Sequence[Lifetime]) -> int:
         change[life.first] += aligned(life.size)
         change[life.last + 1] -= aligned(life.size)
     return int(np.cumsum(change).max())
-
-
-def stored_dtype(ref: Ref) -> np.dtype:
-    """Dtype of the bytes of a Ref."""
-    return DTYPES[ref.form.dtype if ref.form else ref.dtype]

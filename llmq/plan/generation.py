@@ -10,9 +10,8 @@ from llmq.plan.arena import aligned
 from llmq.plan.build import build_decoder, rows_of
 from llmq.plan.decoding import Decoding, DecodingRecordings
 from llmq.plan.passes.fates import Fates
-from llmq.plan.passes.forms import forms
+from llmq.plan.passes.forms import forms, prune
 from llmq.plan.passes.fuse import fuse
-from llmq.plan.passes.prune import prune
 from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.stores.activations import Frame
 from llmq.stores.fetched_weights import FetchedWeights

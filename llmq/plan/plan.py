@@ -34,11 +34,10 @@ from llmq.plan.observe import errors_cell, observed
 from llmq.plan.passes.accumulate import accumulate, collect
 from llmq.plan.passes.casts import casts
 from llmq.plan.passes.fates import Fates, Item, apply, decide
-from llmq.plan.passes.forms import forms, reads_of_weights
+from llmq.plan.passes.forms import forms, prune, reads_of_weights
 from llmq.plan.passes.join import join
 from llmq.plan.passes.lanes import lanes
 from llmq.plan.passes.place import Program, place
-from llmq.plan.passes.prune import prune
 from llmq.plan.passes.transfers import transfers
 from llmq.plan.recordings import Recordings
 from llmq.plan.spec import Spec

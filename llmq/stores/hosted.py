@@ -12,7 +12,7 @@ from llmq.optimizers.rule import MASTER
 from llmq.row import Row
 from llmq.stores.fetched_weights import one_ahead
 from llmq.stores.replicated import Bundle, ReplicatedGrads, StatePiece, Update, each_of
-from llmq.tensor import DTYPES, NORM_ROWS, Ref, changed, stored_bytes
+from llmq.tensor import DTYPES, NORM_ROWS, Ref, changed, stored_bytes, stored_dtype
 
 MOST_PIECES = 4096  # of all that is fetched, about: each takes a handful of calls to plan, to bind and to capture
 
@@ -166,7 +166,7 @@ class HostedMoments:
         for whole in update.pieces:
             master, width = whole.state[MASTER], whole.state[MASTER].shape[-1]
             fetched = [*(ref for ref in whole.state.values() if ref.space in self._spaces), *([grad] if grad else [])]
-            row_bytes = width * sum(DTYPES[ref.form.dtype if ref.form else ref.dtype].itemsize for ref in fetched)
+            row_bytes = width * sum(stored_dtype(ref).itemsize for ref in fetched)
             chunks = chunks_of_tiles(master, row_bytes, self._piece_bytes)
             # A measured scale covers the whole weight, so the copy cannot be made before its last piece.
             if len(chunks) == 1 or not self._is_cut(update.row):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.backends.host import HostMemory
-from llmq.engine.bind import bind
+from llmq.engine.bound_plan import bind
 from llmq.ops.record import Call, Result
 from llmq.ops.reference import OPS
 from llmq.plan.names import storage_name

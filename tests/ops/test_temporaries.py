@@ -13,7 +13,7 @@ from tiny_engines import PRECISIONS, tiny
 from llmq.backends.host import HostBackend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
-from llmq.engine.bind import bind
+from llmq.engine.bound_plan import bind
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.temporaries import temporary_bytes

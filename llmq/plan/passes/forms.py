@@ -1,9 +1,9 @@
-"""Which forms of its results each call has to write: those that are read."""
+"""Which calls are made, and which forms of their results they write: those that something reads."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from llmq.ops.record import Call
 from llmq.ops.seam import record
@@ -14,6 +14,25 @@ Forms = frozenset[Form | None]
 Weights = Mapping[tuple[str, str], Forms]  # by space and name, the forms of each parameter that any program reads
 WEIGHTS = ("weight", "shard")
 OF_ONE_PROGRAM = ("activation", "shard")  # what a program reads of these, it may have written itself
+
+
+def prune(calls: Sequence[Call]) -> list[Call]:
+    """The calls that something outlasting the program depends on. One sweep from the end finds them all, as reads
+    come after writes."""
+    read: set[tuple[str, bool]] = set()
+    kept = []
+    for call in reversed(calls):
+        # One read result keeps the whole call; which of its forms are made is decided later, by `forms`.
+        if any(result is not None and _is_read(result.ref, read) for result in call.outputs):
+            # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
+            kept.append(call)
+            read.update((ref.name, ref.again) for ref in call.inputs if ref is not None)
+    return kept[::-1]
+
+
+def _is_read(ref: Ref, read: Collection[tuple[str, bool]]) -> bool:
+    """Whether a later call reads a slot, or it outlasts the program."""
+    return ref.space != "activation" or (ref.name, ref.again) in read
 
 
 def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = ()) -> list[Call]:

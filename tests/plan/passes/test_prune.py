@@ -3,7 +3,7 @@
 import pytest
 from hand_made import grad, recorded, slot, weight
 
-from llmq.plan.passes.prune import prune
+from llmq.plan.passes.forms import prune
 from llmq.tensor import Ref
 
 IN, DEAD, DEADER, X, Y = (slot(name) for name in ("in", "dead", "deader", "x", "y"))
