@@ -74,12 +74,14 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
     For evaluation, whole text files or rows are kept, spread evenly; of a single text file, its end from a line break
     on. An interrupted call that is made again resumes after its last finished part. No code of a data set is ever run.
 
-    Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them.
+    Memory: about 400 MB, whatever the size, with the tokenizers of GPT-2, Llama 3 and Qwen and others built like them,
+    and for many rows, which are tokenized by a process for each core (16 at most), 250 MB for each.
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size; and so
     is a stretch of text without spaces and single line breaks, and each prompt, answer and chat.
 
     Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
-    for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one thread.
+    for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one process
+    with one thread.
     """
     if given["dataset"] and os.path.isfile(given["dataset"]):
         raise UsageError(f"--dataset {given['dataset']} is a file: give it as --input")

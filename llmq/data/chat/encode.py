@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,9 +89,12 @@ def open_encoder(
         unused.append(f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}")
     if unused:
         raise UsageError("; ".join(unused))
-    if not is_chat:
-        return Encoder(form, tokenizer, options, train_on)
-    return ChatEncoder(form, tokenizer, options, train_on, first, now)
+    now = now or datetime.now()
+    made = Encoder(form, tokenizer, options, train_on)
+    if is_chat:
+        made = ChatEncoder(form, tokenizer, options, train_on, first, now)
+    made.again = partial(open_encoder, first, tokenizer, options, now)
+    return made
 
 
 class Encoder:
@@ -98,6 +102,7 @@ class Encoder:
 
     is_chat = False
     template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
+    again: Callable[[], Encoder]  # opens it in another process
 
     def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
         self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on

@@ -30,6 +30,9 @@ class BadRow(DataError):
         super().__init__(f"{place}: {reason}")
         self.place, self.reason = place, reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRow, (self.place, self.reason)
+
 
 Row = Record | BadRow
 

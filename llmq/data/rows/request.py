@@ -15,8 +15,8 @@ from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.find_sources import Found
 from llmq.data.rows.records import BadRow, Record
-from llmq.data.tokens.cache import content_hash, key_of
-from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work, is_whole
+from llmq.data.tokens.cache import content_hash, is_whole, key_of
+from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
 from llmq.data.tokens.text import Texts
 from llmq.data.tokens.tokenizer import TextTokenizer, copied_files
 from llmq.disk import cache_folder

@@ -1,4 +1,4 @@
-"""What is kept between runs: names for it by content, a lock for its maker, and hashes of large files.
+"""What is kept between runs: names for it by content, a lock for its maker, what is in it, and hashes of large files.
 
 A folder of the cache appears whole, by a rename. While it is made, its maker holds a lock, which ends with its process;
 other processes that want the same folder wait.
@@ -11,14 +11,20 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, Field, ValidationError
 
+from llmq.data.chat.encoded import Counts
+from llmq.data.stream import START, Position
 from llmq.disk import cache_folder, reading, storage, write_whole
 from llmq.errors import StorageError
 
+MANIFEST = "manifest.json"
 REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note of its hash is written
 
 
@@ -77,3 +83,74 @@ def json_or_none(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+
+
+class FinishedPart(BaseModel):
+    """A finished file."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    num_trained: int
+
+
+class StreamProgress(BaseModel):
+    """How far a stream is: its finished parts, and the batch in which the next one begins."""
+
+    parts: list[FinishedPart] = []
+    position: Position = START  # where that batch begins
+    skipped: int = 0  # tokens at its beginning that are in finished parts
+    rows: Counts = Field(default_factory=Counts)  # of the encoder up to there
+    num_bytes: int = 0  # of text files, up to there
+    bad: int = 0  # rows left out up to there
+    finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Those in finished parts."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of a finished stream, of what is in its parts: they may lack documents of the last batch."""
+        documents, trained = (sum(getattr(p, name) for p in self.parts) for name in ("num_documents", "num_trained"))
+        return replace(self.rows, documents=documents, tokens=self.num_tokens, trained=trained)
+
+
+class Manifest(BaseModel):
+    """What is in a folder of token files: while they are made, how far; then also each file with its size."""
+
+    key: str = ""  # of all that they are made from
+    begun: datetime
+    streams: list[StreamProgress] = []
+    notes: list[str] = []  # on their rows
+    files: dict[str, int] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """That of `folder`; None if there is none that can be read."""
+        try:
+            return cls.model_validate_json((folder / MANIFEST).read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    @classmethod
+    def unfinished(cls, folder: Path, key: str) -> Manifest | None:
+        """That of an interrupted run for `key`, if the parts that it names are there."""
+        found = cls.read(folder)
+        parts = [part for stream in found.streams for part in stream.parts] if found is not None else []
+        return found if found and found.key == key and all((folder / part.name).exists() for part in parts) else None
+
+    def write(self, folder: Path) -> None:
+        """Puts it in `folder`, whole and durably."""
+        write_whole(folder / MANIFEST, self.model_dump_json(indent=1).encode())
+
+
+def is_whole(entry: Path) -> bool:
+    """Whether a folder of the cache is there with all the files that were made."""
+    manifest = Manifest.read(entry)
+    sizes = manifest.files if manifest is not None else {}
+    try:
+        return bool(sizes) and all((entry / name).stat().st_size == size for name, size in sizes.items())
+    except OSError:
+        return False

@@ -21,16 +21,8 @@ from llmq.data.chat.samples import show
 from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
-from llmq.data.tokens.cache import locked
-from llmq.data.tokens.pipeline import (
-    MANIFEST,
-    FinishedPart,
-    Manifest,
-    Producer,
-    StreamProgress,
-    TokenStream,
-    require_trained,
-)
+from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
+from llmq.data.tokens.pipeline import Producer, TokenStream
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.text import Document, Texts, pieces
 from llmq.data.tokens.token_file import TokenFile
@@ -354,3 +346,18 @@ def trained_tokenizer(found: Found, vocab_size: int, folder: Path) -> Iterator[T
         yield replace(TextTokenizer.open(str(fresh)), source=str(folder.resolve()))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def require_trained(what: str, counts: Counts, bad: int = 0, advice: str = "") -> None:
+    """DataError, with what else could be done as `advice`, unless there is a document with a trained token."""
+    if counts.trained:
+        return
+    left = f", {bad} bad rows left out" if bad else ""
+    if counts.too_long:
+        left += f", {counts.too_long} of {counts.rows} rows are too long: --seq-len {counts.longest} keeps all"
+    if counts.untrained or (counts.rows and not counts.too_long):
+        left += f", {counts.untrained} of {counts.rows} rows have no trained token"
+    raise DataError(
+        f"{what} has no token to train on ({counts.documents} documents{left}): give data with "
+        "text, change --train-on, or check which fields are mapped (--map)" + advice
+    )

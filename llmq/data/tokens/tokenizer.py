@@ -96,6 +96,10 @@ class TextTokenizer:
             in_pieces=in_pieces,
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened again by the process that it is sent to."""
+        return TextTokenizer.open, (str(self.folder), None, self.eos_token)
+
 
 def num_ids(source: str) -> int:
     """How large a vocabulary has all ids of a tokenizer."""

@@ -10,8 +10,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from llmq.data.tokens import pipeline
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
 from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.errors import DataError
+from llmq.errors import DataError, LlmqError
 
 ROOT = Path(__file__).parents[3]
 
@@ -160,9 +161,38 @@ def test_little_is_read_ahead_and_threads_end_with_the_iterator() -> None:
     batches = tokenized(work)
     assert next(batches)[1] == 0
     time.sleep(0.1)
-    assert work.begun <= 2 + pipeline.READ_AHEAD + pipeline.AT_ONCE and workers()
+    assert work.begun <= 2 + 2 * pipeline.AT_ONCE and workers()
     batches.close()
     assert not workers()
+
+
+def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
+    """Few are not; processes end with the iterator, and one that is lost is told of."""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def popen(*arguments: Any, **about: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **about))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    work = replace(row_work(tmp_path, small_tokenizer, 100, bad=(7, 20, 21, 22, 99)), most=10)
+    assert len(list(tokenized(replace(work, most=40), processes=3))) == pipeline.FEW == 3
+    alone = list(tokenized(work))
+    assert not started
+    for (one_after, one), (after, other) in zip(alone, tokenized(work, processes=3), strict=True):
+        assert (one_after, one.counts, one.positions) == (after, other.counts, other.positions)
+        assert list(map(str, one.bad)) == list(map(str, other.bad))
+        for name in ("ids", "trained", "stops"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert 1 < len(started) <= 3 and [process.returncode for process in started] == [0] * len(started)
+    batches = tokenized(work, processes=2)
+    next(batches)
+    for process in started:
+        process.kill()
+    with pytest.raises(LlmqError, match=r"a process that tokenized rows has ended \(exit code -9\)"):
+        list(batches)
 
 
 def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:

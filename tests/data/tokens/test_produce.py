@@ -26,6 +26,7 @@ from llmq.data.rows.records import Record
 from llmq.data.rows.request import Request
 from llmq.data.tokens import pipeline
 from llmq.data.tokens import text as text_files
+from llmq.data.tokens.cache import Manifest
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import cached
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -37,6 +38,7 @@ SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "BLOCK_BY
 DRIVER = """
 import json, os, sys
 from llmq.data.tokens import pipeline
+from llmq.data.tokens.cache import Manifest
 from llmq.data.rows import request
 from llmq.data.tokens import text
 from llmq.data.tokens import tokenize
@@ -134,7 +136,7 @@ def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, w
     call(path, "older", encode=EncodeOptions(train_on="all"))
     call(path, "whole")
     older = content(tmp_path / "older")
-    holder = pipeline.Manifest if when == "write" else pipeline.TokenWriter
+    holder = Manifest if when == "write" else pipeline.TokenWriter
     original = getattr(holder, when)
     for after in (False, True):
         for count in (1, 3):
