@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from llmq.model.optimizer import Hyperparameters, before, measure, step
+from llmq.model.optimizer import Updater, before
 from llmq.tensor import Ref, num_norm_tiles
 
 
-def begin(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+def begin(ops: Any, by: Updater) -> None:
     """What the update of each part of the model reads, as soon as the loss is known: a scale by no norm but
     the last step's."""
-    written = (cells["last_norm"], cells["grad_scale"], cells["apply"])
-    ops.last_norm_scale(*written, *before(cells, cells), grad_clip=hyper.grad_clip)
+    written = (by.cells["last_norm"], by.cells["grad_scale"], by.cells["apply"])
+    ops.last_norm_scale(*written, *before(by.cells, by.cells), grad_clip=by.hyper.grad_clip)
 
 
 def update(
-    ops: Any,
-    weights: Any,
-    moments: Any,
-    grads: Mapping[str, tuple[Ref, int]],
-    cells: Mapping[str, Ref],
-    hyper: Hyperparameters,
-    seed: int,
-    trackers: Sequence[Callable[..., None]],
-    *,
-    applies: bool,
+    ops: Any, by: Updater, weights: Any, moments: Any, grads: Mapping[str, tuple[Ref, int]], *, applies: bool
 ) -> None:
     """The states and weights of some rows <- `grads`, by row name, each with the place of its first partial sum.
 
@@ -34,18 +25,18 @@ def update(
     """
     applied, found = [], []
     for grad, first in grads.values():
-        partials = cells["partials"].flat(first, num_norm_tiles(grad.shape))
+        partials = by.cells["partials"].flat(first, num_norm_tiles(grad.shape))
         ops.sum_squares(partials, grad)
-        apply = Ref(f"apply/{grad.name}", "activation", (1,), cells["apply"].dtype, grad.layer)
+        apply = Ref(f"apply/{grad.name}", "activation", (1,), by.cells["apply"].dtype, grad.layer)
         if applies:
-            ops.apply_if_finite(apply, partials, cells["apply"])
+            ops.apply_if_finite(apply, partials, by.cells["apply"])
         found.append(grad)
         applied.append(apply)
     if applies:
         walks = moments.walk(ops, only=grads), weights.written(ops, grads), found, applied
-        step(ops, zip(*walks, strict=True), cells, hyper, seed, trackers)
+        by.step(ops, zip(*walks, strict=True))
 
 
-def end(ops: Any, cells: Mapping[str, Ref], hyper: Hyperparameters) -> None:
+def end(ops: Any, by: Updater) -> None:
     """The norm of a step whose updates are done; `apply` is 0 if it was not finite."""
-    measure(ops, cells, cells, hyper, None)
+    by.measure(ops, by.cells, None)

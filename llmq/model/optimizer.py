@@ -41,70 +41,60 @@ def stream(row: Row) -> int:
     return zlib.crc32(row.name.encode())
 
 
-def update(
-    ops: Any,
-    weights: Any,
-    grads: Any,
-    moments: Any,
-    ranks: Any,
-    cells: Mapping[str, Ref],
-    hyper: Hyperparameters,
-    seed: int,
-    trackers: Sequence[Callable[..., None]],
-) -> None:
-    """Every master and state, and all copies of the weights <- gradients; `seed` is that of stochastic rounding.
+@dataclass(frozen=True)
+class Updater:
+    """What updates rows: the cells of a step by name, the optimizer, the seed of stochastic rounding, and `trackers`,
+    which follow what a method keeps beside states."""
 
-    Scales change first: a weight copy written here and its scale stay together until the next update.
-    """
-    first = 0
-    for grad in grads.shares(ops):
-        count = num_norm_tiles(grad.shape)
-        ops.sum_squares(cells["partials"].flat(first, count), grad)
-        first += count
-    agreed = ranks.agree(ops, cells)
-    largest = ranks.agree_on_largest(ops, cells)
-    scale = cells["grad_scale"]
-    if hyper.clips_by_last:
-        ops.last_norm_scale(cells["last_norm"], scale, None, *before(cells, agreed), grad_clip=hyper.grad_clip)
-    measure(ops, cells, agreed, hyper, None if hyper.clips_by_last else scale)
-    _update_scales(ops, cells, largest, cells["apply"])
-    walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
-    step(ops, ((*one, cells["apply"]) for one in walks), cells, hyper, seed, trackers)
+    cells: Mapping[str, Ref]
+    hyper: Hyperparameters
+    seed: int
+    trackers: Sequence[Callable[..., None]]
+
+    def update(self, ops: Any, weights: Any, grads: Any, moments: Any, ranks: Any) -> None:
+        """Every master and state, and all copies of the weights <- gradients.
+
+        Scales change first: a weight copy written here and its scale stay together until the next update.
+        """
+        cells, hyper, first = self.cells, self.hyper, 0
+        for grad in grads.shares(ops):
+            count = num_norm_tiles(grad.shape)
+            ops.sum_squares(cells["partials"].flat(first, count), grad)
+            first += count
+        agreed = ranks.agree(ops, cells)
+        largest = ranks.agree_on_largest(ops, cells)
+        scale = cells["grad_scale"]
+        if hyper.clips_by_last:
+            ops.last_norm_scale(cells["last_norm"], scale, None, *before(cells, agreed), grad_clip=hyper.grad_clip)
+        self.measure(ops, agreed, None if hyper.clips_by_last else scale)
+        _update_scales(ops, cells, largest, cells["apply"])
+        walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
+        self.step(ops, ((*one, cells["apply"]) for one in walks))
+
+    def measure(self, ops: Any, agreed: Mapping[str, Ref], scale: Ref | None) -> None:
+        """The norm of the step, whether it is finite, and the scale by it where that is wanted, <- partial sums."""
+        written = (self.cells["norm"], scale, self.cells["apply"])
+        partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
+        ops.grad_scale(*written, partials, agreed["loss"], agreed["tokens"], grad_clip=self.hyper.grad_clip)
+
+    def step(self, ops: Any, walks: Iterable[tuple[Any, Ref | None, Ref, Ref]]) -> None:
+        """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated;
+        and then what a method keeps beside that."""
+        cells, rule = self.cells, self.hyper.rule
+        for (row, pieces), weight, grad, apply in walks:
+            numbers = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
+            about = {"weight_decay": rule.weight_decay if row.decay else 0.0, "rate": row.rate}
+            for piece in pieces:
+                own = piece.grad or piece.of(grad)
+                address = {"seed": self.seed, "stream": stream(row), "first": piece.first}
+                rule.update(ops, piece.state, piece.of(weight), own, numbers, **about, **address)
+                for track in self.trackers:
+                    track(ops, row, piece, own, cells["grad_scale"], apply)
 
 
 def before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ...]:
     """What a scale by the last step's norm is made of: that norm, the last finite one, loss and tokens."""
     return cells["norm"], cells["last_norm"], agreed["loss"], agreed["tokens"]
-
-
-def measure(
-    ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref], hyper: Hyperparameters, scale: Ref | None
-) -> None:
-    """The norm of the step, whether it is finite, and the scale by it where that is wanted, <- partial sums."""
-    written = (cells["norm"], scale, cells["apply"])
-    partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
-    ops.grad_scale(*written, partials, agreed["loss"], agreed["tokens"], grad_clip=hyper.grad_clip)
-
-
-def step(
-    ops: Any,
-    walks: Iterable[tuple[Any, Ref | None, Ref, Ref]],
-    cells: Mapping[str, Ref],
-    hyper: Hyperparameters,
-    seed: int,
-    trackers: Sequence[Callable[..., None]],
-) -> None:
-    """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated; and
-    then what a method keeps beside that."""
-    for (row, pieces), weight, grad, apply in walks:
-        numbers = (cells["grad_scale"], apply, cells["learning_rate"], cells["step"])
-        about = {"weight_decay": hyper.rule.weight_decay if row.decay else 0.0, "rate": row.rate}
-        for piece in pieces:
-            own = piece.grad or piece.of(grad)
-            address = {"seed": seed, "stream": stream(row), "first": piece.first}
-            hyper.rule.update(ops, piece.state, piece.of(weight), own, numbers, **about, **address)
-            for track in trackers:
-                track(ops, row, piece, own, cells["grad_scale"], apply)
 
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:

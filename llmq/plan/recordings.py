@@ -158,11 +158,10 @@ class Recordings:
         first = dict(self._first_partials())
 
         def use(ops: Any, part: str | int, rows: Sequence[Row], grads: Mapping[str, Ref]) -> None:
-            spec, found = self.spec, {row.name: (grads[row.name], first[row.name]) for row in rows}
+            by, found = self._updater(self.cells), {row.name: (grads[row.name], first[row.name]) for row in rows}
             if part == "head" and applies:
-                fused_update.begin(ops, self.cells, spec.hyper)
-            written = (self.weights, self.moments, found, self.cells, spec.hyper, spec.seed)
-            fused_update.update(ops, *written, self.tracked.updates, applies=applies)
+                fused_update.begin(ops, by)
+            fused_update.update(ops, by, self.weights, self.moments, found, applies=applies)
 
         return use
 
@@ -175,14 +174,14 @@ class Recordings:
 
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
         """The optimizer step; of a fused one what is left of it."""
-        grads, spec = self.grads[True], self.spec
-        if spec.memory.fused:
-            return _recorded(lambda ops: fused_update.end(ops, cells, spec.hyper))
-        stores, about = (
-            (self.weights, grads, self.moments, self.ranks),
-            (cells, spec.hyper, spec.seed, self.tracked.updates),
-        )
-        return _recorded(lambda ops: optimizer.update(ops, *stores, *about))
+        by = self._updater(cells)
+        if self.spec.memory.fused:
+            return _recorded(lambda ops: fused_update.end(ops, by))
+        stores = (self.weights, self.grads[True], self.moments, self.ranks)
+        return _recorded(lambda ops: by.update(ops, *stores))
+
+    def _updater(self, cells: Mapping[str, Ref]) -> optimizer.Updater:
+        return optimizer.Updater(cells, self.spec.hyper, self.spec.seed, self.tracked.updates)
 
     def publish(self) -> list[Call]:
         """Copies of the weights from their masters."""
