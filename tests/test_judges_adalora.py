@@ -10,11 +10,20 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 
 import peft
 import torch
-import transformers
 from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
-from golden.peft_judge import assert_same_logits, by_name, drawn, engine_of, export_base, hyper, ours
+from golden.peft_judge import (
+    assert_same_logits,
+    assert_same_weights,
+    by_name,
+    drawn,
+    engine_of,
+    export_base,
+    hyper,
+    model_in,
+    ours,
+)
 from safetensors.numpy import load_file
 
 from llmq.adapters.adalora import AdaLora, with_triplets
@@ -165,8 +174,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     for key in ("init_r", "lora_alpha", "total_step", "rank_pattern", "peft_type", *PEFTS):
         assert getattr(configs[0], key) == getattr(configs[1], key), key
     tokens, marks = batch_of(config, 1)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "ours")
     assert_same_logits(run, loaded, tokens)
     read = open_adapter(tmp_path / "ours", parsed)
     kept = {target.module.name: target.kept for target in read.adapters.targets}
@@ -191,9 +199,5 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     assert max(relative_errors(values_as_one(own), values_as_one(gradients)).values()) < 1e-5
     assert all(np.count_nonzero(found[name]) == np.count_nonzero(own[name]) for name in own)
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    whole = peft.PeftModel.from_pretrained(base, tmp_path / "theirs").merge_and_unload()
-    named = dict(found.named_parameters())
-    for name, value in whole.named_parameters():
-        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+    whole = peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "theirs")
+    assert_same_weights(tmp_path / "merged", whole.merge_and_unload())

@@ -11,11 +11,10 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 
 import peft
 import torch
-import transformers
 from adapter_cases import BASES, METHODS, VIRTUAL, merged, trained
 from golden import families
 from golden.engines import FP32
-from golden.peft_judge import LENGTH, assert_same_logits, drawn, export_base
+from golden.peft_judge import LENGTH, assert_same_logits, drawn, export_base, model_in
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, on_weights
 
@@ -33,10 +32,6 @@ from llmq.plan.plan import make_plan
 from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
-
-
-def model_in(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
 def loss_of(model, tokens, length):

@@ -10,7 +10,6 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 
 import peft
 import torch
-import transformers
 from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
@@ -20,12 +19,14 @@ from golden.peft_judge import (
     adamw_of,
     assert_close,
     assert_same_logits,
+    assert_same_run,
+    assert_same_weights,
     by_name,
     drawn,
     engine_of,
     export_base,
     hyper,
-    step_of,
+    model_in,
     trained,
 )
 from peft.optimizers import create_loraplus_optimizer
@@ -121,25 +122,11 @@ def test_gradients_are_those_of_peft(family, text, bias):
 
 @EVERY
 def test_a_run_of_adamw_is_that_of_peft(family, text, bias):
-    """20 steps, in f64 within 1e-6 of the change and in f32 within 1e-4 of the parameters."""
     config = families.FAMILIES[family]
-    weights = families.weights(config)
     with transformers_judge.doubled():
-        model = peft_of(config, weights, text, bias, "float64")
+        model = peft_of(config, families.weights(config), text, bias, "float64")
         runs = [engine_of(config, model, adapters_of(config, text, bias), p, hyper()) for p in (FP64, FP32)]
-        before, losses = trained(model), []
-        optimizer = adamw_of(model)
-        for step in range(1, families.STEPS + 1):
-            losses.append(transformers_judge.backward(model, *drawn(config, step)))
-            step_of(optimizer, step)
-        right = trained(model)
-    for run, change, bound in zip(runs, (True, False), (1e-6, 1e-4), strict=True):
-        for step, loss in enumerate(losses, 1):
-            run.micro_step(Batch(*drawn(config, step)))
-            assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        found = by_name(run, run.parameter)
-        first = before if change else dict.fromkeys(before, 0.0)
-        assert_close(*({name: v[name] - first[name] for name in v} for v in (found, right)), bound)
+        assert_same_run(config, model, runs, adamw_of(model), of_change=True)
 
 
 @EVERY
@@ -164,8 +151,7 @@ def test_folders_go_both_ways(family, text, bias, tmp_path):
     export_of(wanted, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     names = [set(load_file(tmp_path / side / "adapter_model.safetensors")) for side in ("ours", "theirs")]
     assert names[0] == names[1]
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "ours")
     assert_same_logits(run, again, tokens)
     assert open_adapter(tmp_path / "ours", parsed).adapters == wanted
 
@@ -206,8 +192,4 @@ def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     source = find_source(str(tmp_path / "base"))
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    right = model.merge_and_unload()
-    named = dict(found.named_parameters())
-    for name, value in right.named_parameters():
-        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+    assert_same_weights(tmp_path / "merged", model.merge_and_unload())

@@ -8,7 +8,6 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 
 import peft
 import torch
-import transformers
 from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
@@ -19,14 +18,16 @@ from golden.peft_judge import (
     adamw_of,
     assert_close,
     assert_same_logits,
+    assert_same_run,
+    assert_same_weights,
     by_name,
     drawn,
     engine_of,
     export_base,
     hyper,
     loaded,
+    model_in,
     ours,
-    step_of,
     trained,
 )
 from safetensors.numpy import load_file
@@ -102,12 +103,10 @@ def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_pa
     engine.load(read.values(open_parameters(source, 0))(engine.plan.rows))
     assert_same_logits(engine, theirs, tokens)
     merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    assert_same_logits(engine, found, tokens)
+    assert_same_logits(engine, model_in(tmp_path / "merged"), tokens)
     export = export_of(adapters, engine, tmp_path / "ours", "base", open_parameters(source, 0))
     export.write(lambda row: engine.parameter(row.name))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    assert_same_logits(engine, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    assert_same_logits(engine, peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "ours"), tokens)
     if dora:  # whose magnitudes PEFT leaves out when it converts
         return
     theirs.save_pretrained(tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "first"))
@@ -166,16 +165,7 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
             assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
         model = made("float64")
         runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
-        optimizer = adamw_of(model, lambda p: False)
-        for step in range(1, families.STEPS + 1):
-            loss = transformers_judge.backward(model, *drawn(config, step))
-            step_of(optimizer, step)
-            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-                run.micro_step(Batch(*drawn(config, step)))
-                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        right = trained(model)
-    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-        assert_close(by_name(run, run.parameter), right, bound)
+        assert_same_run(config, model, runs, adamw_of(model, lambda p: False))
     export_base(config, tmp_path / "base")
     theirs, source = made("float32"), find_source(str(tmp_path / "base"))
     theirs.save_pretrained(tmp_path / "theirs")
@@ -187,13 +177,9 @@ def test_gains_are_those_of_peft(family, kind, tmp_path):
     export_of(adapters, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    assert_same_logits(run, peft.PeftModel.from_pretrained(base, tmp_path / "ours"), tokens)
+    assert_same_logits(run, peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "ours"), tokens)
     merge(source, {tmp_path / "ours": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    named = dict(found.named_parameters())
-    for name, value in theirs.merge_and_unload().named_parameters():
-        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
+    assert_same_weights(tmp_path / "merged", theirs.merge_and_unload())
 
 
 @pytest.mark.parametrize("text", ["*.bias", "layers.1.mlp,norm"])
@@ -212,14 +198,4 @@ def test_a_part_of_the_model_is_trained_as_by_torch(text):
         for precision in (FP64, FP32):
             spec = Spec(parsed, precision, Memory(), hyper(), families.BATCH, LENGTH, adapters=adapters)
             runs.append(loaded(spec, lambda row: named))
-        optimizer = adamw_of(model)
-        for step in range(1, families.STEPS + 1):
-            optimizer.zero_grad()
-            loss = transformers_judge.backward(model, *drawn(config, step))
-            step_of(optimizer, step)
-            for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-                run.micro_step(Batch(*drawn(config, step)))
-                assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
-        right = trained(model)
-    for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
-        assert_close(by_name(run, run.parameter), right, bound)
+        assert_same_run(config, model, runs, adamw_of(model))

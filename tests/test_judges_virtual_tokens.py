@@ -8,11 +8,10 @@ pytest.importorskip("torch", reason="the judges are torch and transformers")
 
 import peft
 import torch
-import transformers
 from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64, relative_errors
-from golden.peft_judge import LENGTH, drawn, export_base, hyper
+from golden.peft_judge import LENGTH, drawn, export_base, hyper, model_in
 from safetensors.numpy import load_file
 from tiny_engines import next_logits
 
@@ -149,8 +148,7 @@ def test_folders_are_read_both_ways(method, family, tmp_path):
     export_of(adapters, run, tmp_path / "ours", tmp_path / "base").write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    found = peft.PeftModel.from_pretrained(base, tmp_path / "ours")
+    found = peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "ours")
     assert_same_logits(run, found, tokens)
     about = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     written = found.generate(input_ids=torch.from_numpy(tokens[:1, :7]).long(), **about)[0, 7:].tolist()

@@ -3,12 +3,15 @@
 import re
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from tiny_engines import next_logits
 
 from golden import families, transformers_judge
 from golden.engines import relative_errors
 from llmq.backends.host import HostBackend
+from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.files.huggingface import Export
 from llmq.model.config import read_config
@@ -85,6 +88,33 @@ def step_of(optimizer, step):
     for group in optimizer.param_groups:
         group["lr"] = families.learning_rate(step)
     optimizer.step()
+
+
+def assert_same_run(config, model, runs, optimizer, *, of_change=False):
+    """20 steps of theirs and of ours, in f64 within 1e-6 of the parameters or `of_change`, in f32 within 1e-4."""
+    before = trained(model)
+    for step in range(1, families.STEPS + 1):
+        loss = transformers_judge.backward(model, *drawn(config, step))
+        step_of(optimizer, step)
+        for run, bound in zip(runs, (1e-6, 1e-4), strict=True):
+            run.micro_step(Batch(*drawn(config, step)))
+            assert run.update(step, families.learning_rate(step)).loss == pytest.approx(loss, rel=bound)
+    right = trained(model)
+    for run, of, bound in zip(runs, (of_change, False), (1e-6, 1e-4), strict=True):
+        found, first = by_name(run, run.parameter), before if of else dict.fromkeys(before, 0.0)
+        assert_close(*({name: v[name] - first[name] for name in v} for v in (found, right)), bound)
+
+
+def model_in(folder):
+    """The model of a folder, as transformers reads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+
+
+def assert_same_weights(folder, right):
+    """The model of a folder has the weights of another one."""
+    named = dict(model_in(folder).named_parameters())
+    for name, value in right.named_parameters():
+        torch.testing.assert_close(named[name].detach(), value.detach(), rtol=1e-5, atol=1e-6)
 
 
 def assert_close(found, right, bound):

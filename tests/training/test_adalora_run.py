@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 from safetensors.numpy import load_file
-from tiny_runs import changed_adapter, on_weights, weights_of
+from tiny_runs import on_weights, weights_of
 
 import llmq
 from llmq.adapters.merge import merge
-from llmq.errors import DataError, UsageError
+from llmq.errors import UsageError
 from llmq.files.source import find_source
 from llmq.options.parse import Options
 from llmq.training import train
@@ -146,45 +146,3 @@ def test_it_trains_on_quantized_weights_in_fp8(given):
 def test_what_does_not_go_together_is_refused(given, change, says):
     with pytest.raises(UsageError, match=says):
         llmq.train(**{key: value for key, value in {**given, **change}.items() if value is not None})
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.lora_E"), r"missing: model\.layers\.0\.mlp\.up_proj\.lora_E"),
-        pytest.param(
-            lambda t, c: [t.pop(f"{PREFIX}.mlp.up_proj.lora_{key}") for key in "ABE"],
-            r"missing: model\.layers\.0\.mlp\.up_proj\.lora_A, lora_B and lora_E",
-            marks=pytest.mark.slow,
-        ),
-        (
-            lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.lora_A": np.ones((5, 48))}),
-            r"up_proj\.lora_A has shape \[5, 48\], the model and its ranks ask for \[\d, 48\]",
-        ),
-        pytest.param(
-            lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_E": np.ones((3, 1))}),
-            r"layers\.05\.mlp.*no linear map",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda t, c: c.update(init_r=6), r"rank_pattern of .* has 4 flags, and init_r is 6", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda t, c: c.update(rank_pattern=None), r"lora_A has shape .* ask for \[4, 48\]", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.lora_E": np.ones((2, 1), np.int32)}),
-            r"stored as I32",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(given, tmp_path, change, says):
-    done = llmq.train(**given)
-    changed_adapter(done.model_path, tmp_path / "changed", change)
-    rest = {name: value for name, value in given.items() if not name.startswith(("lora", "adalora"))}
-    with pytest.raises(DataError, match=says):
-        llmq.train(**{**rest, "name": "again", "adapter": str(tmp_path / "changed")})

@@ -1,18 +1,16 @@
-"""A run of --lora-rank: the adapter is what it saves, exports and continues from."""
+"""Runs with adapters of every method: what they train is what they save, export and continue from."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from adapter_cases import METHODS, VIRTUAL
 from safetensors.numpy import load_file, save_file
 from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
-from llmq.adapters.merge import merge
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
-from llmq.files.source import find_source
 
 PREFIX = "base_model.model.model.layers.0"
 
@@ -21,20 +19,105 @@ PREFIX = "base_model.model.model.layers.0"
 def given(tmp_path, monkeypatch):
     """Options of a run with adapters on a model with weights."""
     monkeypatch.chdir(tmp_path)
-    options = on_weights(tmp_path, times=5)
-    changes = {"lora_rank": 4, "lora_dropout": 0.1, "steps": 6, "warmup": 0}
-    return {**options, **changes}
+    return {**on_weights(tmp_path, times=5), "steps": 6, "warmup": 0}
 
 
 def adapter_of(path):
     return load_file(path / "adapter_model.safetensors")
 
 
+def config_of(path):
+    return json.loads((path / "adapter_config.json").read_text())
+
+
+LORA = {"lora_rank": 4, "lora_dropout": 0.1}
+PATTERNS = {"lora_targets": "attention", "lora_rank_pattern": "q_proj=2,o_proj=3", "lora_alpha_pattern": "o_proj=1"}
+FP8 = {"matmul_dtype": "e4m3", "model_dtype": "bf16"}
+# Options of a run, what a run that continues it cannot have in their place, and how that is said.
+LIVES = {
+    "lora": ({**LORA, "lora_bias": "all"}, {"lora_alpha": 5}, r"adapters targets model\.layers\.0\.self_attn\.q_proj"),
+    "head": (METHODS["head"], {"rslora": False}, "adapters rslora: True in the checkpoint, False now"),
+    "full": ({**LORA, **PATTERNS, "train_also": "lm_head,model.norm"}, {"train_also": "model.norm"}, "adapters also"),
+    "dora": ({**LORA, "dora": True, "lora_targets": "q_proj,v_proj,mlp"}, {"dora": False}, "qkv.lora_m"),
+    **{
+        init: (
+            {"lora_rank": 4, "lora_init": init, "lora_targets": "q_proj,v_proj,mlp", "lora_rank_pattern": "v_proj=2"},
+            {"lora_init": "kaiming"},
+            rf"adapters init: {init} in the checkpoint",
+        )
+        for init in ("pissa", "olora")
+    },
+    "ia3": ({**METHODS["ia3"], "train_also": "model.norm"}, {"ia3": "k_proj,v_proj"}, "adapters inward"),
+    "prompt": (METHODS["prompt"], {"prompt_tuning": 4}, "adapters virtual tokens"),
+    "prefix": (METHODS["prefix"], {"prefix_tuning": 4}, "adapters virtual tokens"),
+    "part": (
+        {"train_only": "*.bias"},
+        {"train_only": "*.bias,embed_tokens"},
+        r"trained: \*\.bias in .*,embed_tokens now",
+    ),
+    **{
+        base: (
+            {**LORA, "base_dtype": base},
+            {"base_dtype": None},
+            rf"adapters base: {base} in the checkpoint, None now",
+        )
+        for base in ("e4m3", "int8", "nf4", "mxfp4")
+    },
+    "fp8": (
+        {**LORA, **FP8, "base_dtype": "nf4"},
+        {"base_dtype": None},
+        "adapters base: nf4 in the checkpoint, None now",
+    ),
+}
+SELDOM = ("pissa", "olora", "int8", "nf4", "mxfp4", "fp8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in LIVES]
+)
+def test_what_is_trained_is_saved_resumed_exported_and_trained_on(given, name):
+    """A resumed run has the bits of one that was never stopped, and a new one begins where the model is."""
+    own, change, says = LIVES[name]
+    options = {**given, **own}
+    whole = llmq.train(**options)
+    cut = {**options, "out_dir": "cut", "checkpoint_dir": "parts"}
+    llmq.train(**{**cut, "steps": 3})
+    parts = llmq.train(**{**cut, "out_dir": "parts-model", "continue": 3})
+    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+    with pytest.raises(UsageError, match=says):
+        llmq.train(**{**cut, **change, "continue": 3, "overwrite": True})
+    if name == "part":
+        return
+    same(parts, whole)
+    if name == "fp8":  # whose delayed scales are of the steps before
+        return
+    still = {**given, "learning_rate": 0.0, "steps": 1}
+    again = llmq.train(**{**still, "name": "again", "adapter": str(whole.model_path)})
+    if is_taken_out := "lora_init" in own:
+        assert again.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+    else:
+        assert again.eval_loss == whole.eval_loss
+        same(again, whole)
+    begun, plain = (llmq.train(**{**still, **more}).eval_loss for more in ({**own, "name": "begun"}, {"name": "plain"}))
+    if name in VIRTUAL or "base_dtype" in own:
+        assert begun != plain
+    else:
+        close = 1e-5 if is_taken_out else 1e-6 if "dora" in own else 0.0
+        assert begun == pytest.approx(plain, rel=close, abs=0.0)
+
+
+def same(one, other):
+    """Whether two runs left the same adapter."""
+    assert config_of(one.model_path) == config_of(other.model_path)
+    found, right = adapter_of(one.model_path), adapter_of(other.model_path)
+    assert found.keys() == right.keys() and all(np.array_equal(value, right[name]) for name, value in found.items())
+
+
 def test_a_run_trains_saves_and_exports_an_adapter(given):
-    done = llmq.train(**given, lora_targets="q_proj,v_proj,mlp", lora_bias="all")
+    done = llmq.train(**given, **LORA, lora_targets="q_proj,v_proj,mlp", lora_bias="all")
     said = given["console"].getvalue()
     assert "Adapters of rank 4 on 5 linear maps with biases: 2," in said
-    config = json.loads((done.model_path / "adapter_config.json").read_text())
+    config = config_of(done.model_path)
     assert config["base_model_name_or_path"] == "base" and (config["r"], config["lora_alpha"]) == (4, 8)
     assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "up_proj", "v_proj"]
     assert not (done.model_path / "config.json").exists()
@@ -58,35 +141,10 @@ def test_a_run_trains_saves_and_exports_an_adapter(given):
     assert {"layers.0.attention.qkv.lora_a", "layers.0.attention.qkv.bias"} <= held
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given):
-    whole = llmq.train(**given)
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**given, **folders, "steps": 3})
-    parts = llmq.train(**{**given, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    one, other = adapter_of(whole.model_path), adapter_of(parts.model_path)
-    assert all(np.array_equal(one[name], other[name]) for name in one)
-    with pytest.raises(UsageError, match=r"adapters targets model\.layers\.0\.self_attn\.q_proj"):
-        llmq.train(**{**given, **folders, "continue": 3, "lora_alpha": 5, "overwrite": True})
-
-
-def test_an_adapter_is_trained_on(given):
-    first = llmq.train(**given, lora_alpha=6, lora_targets="all,lm_head", rslora=True)
-    shape = ("lora_rank", "lora_dropout")
-    rest = {name: value for name, value in given.items() if name not in shape}
-    again = llmq.train(**{**rest, "name": "again", "adapter": str(first.model_path), "learning_rate": 0.0, "steps": 1})
-    assert again.eval_loss == first.eval_loss
-    one, other = adapter_of(first.model_path), adapter_of(again.model_path)
-    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-    configs = [json.loads((run.model_path / "adapter_config.json").read_text()) for run in (first, again)]
-    assert configs[0] == configs[1]
-
-
-def test_modules_in_full_and_ranks_by_pattern_are_exported_and_trained_on(given):
-    about = {"lora_targets": "attention", "lora_rank_pattern": "q_proj=2,o_proj=3", "lora_alpha_pattern": "o_proj=1"}
-    first = llmq.train(**given, **about, train_also="lm_head,model.norm", lora_plus_ratio=4)
+def test_modules_in_full_and_ranks_by_pattern_are_exported(given):
+    first = llmq.train(**given, **LORA, **PATTERNS, train_also="lm_head,model.norm", lora_plus_ratio=4)
     assert "Adapters of ranks 2 to 4 on 4 linear maps, beside 2 parameters in full: " in given["console"].getvalue()
-    config, found = json.loads((first.model_path / "adapter_config.json").read_text()), adapter_of(first.model_path)
+    config, found = config_of(first.model_path), adapter_of(first.model_path)
     assert config["modules_to_save"] == ["model.embed_tokens", "model.norm"] and config["ensure_weight_tying"]
     assert found["base_model.model.lm_head.weight"].shape[1] == 48
     assert np.array_equal(*(found[f"base_model.model.{name}.weight"] for name in ("lm_head", "model.embed_tokens")))
@@ -96,16 +154,10 @@ def test_modules_in_full_and_ranks_by_pattern_are_exported_and_trained_on(given)
     ranks = {name.split(".")[-3]: len(v) for name, v in found.items() if "lora_A" in name}
     assert ranks == {"q_proj": 2, "k_proj": 4, "v_proj": 4, "o_proj": 3}
     assert {name.rpartition(".")[2]: v for name, v in config["alpha_pattern"].items()} == {"o_proj": 1}
-    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
-    again = llmq.train(**{**rest, "name": "again", "adapter": str(first.model_path), "learning_rate": 0.0, "steps": 1})
-    assert again.eval_loss == first.eval_loss
-    one, other = adapter_of(first.model_path), adapter_of(again.model_path)
-    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_magnitudes_are_trained_saved_resumed_and_merged(given):
-    options = {**given, "dora": True, "lora_targets": "q_proj,v_proj,mlp"}
-    whole = llmq.train(**options)
+def test_magnitudes_begin_as_norms_and_are_exported(given):
+    whole = llmq.train(**given, **LIVES["dora"][0])
     assert "Adapters with magnitudes of rank 4 on 5 linear maps: " in given["console"].getvalue()
     found = adapter_of(whole.model_path)
     base = load_file("base/model.safetensors")
@@ -113,56 +165,24 @@ def test_magnitudes_are_trained_saved_resumed_and_merged(given):
         first = np.linalg.norm(base[f"model.layers.0.{module}.weight"], axis=1)
         moved = found[f"{PREFIX}.{module}.lora_magnitude_vector"] / first - 1
         assert 0 < np.abs(moved).max() < 0.2
-    assert json.loads((whole.model_path / "adapter_config.json").read_text())["use_dora"]
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**options, **folders, "steps": 3})
-    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
-    plain = llmq.train(**{**given, "name": "plain", "steps": 1, "learning_rate": 0.0})
-    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-6)
-    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
-    rest |= {"learning_rate": 0.0, "steps": 1}
-    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
-    assert again.eval_loss == whole.eval_loss
-    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
-    merged = llmq.train(**{**rest, "name": "merged", "model": "merged"})
-    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
+    assert config_of(whole.model_path)["use_dora"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(given, init):
-    """It has twice the rank, and the run resumes on the weights that are left."""
-    options = {**given, "lora_init": init, "lora_targets": "q_proj,v_proj,mlp", "lora_rank_pattern": "v_proj=2"}
-    whole = llmq.train(**options)
-    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    """It has twice the rank."""
+    whole = llmq.train(**given, **LIVES[init][0])
+    found, config = adapter_of(whole.model_path), config_of(whole.model_path)
     assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
     assert found[f"{PREFIX}.self_attn.v_proj.lora_A.weight"].shape == (4, 48)
     assert found[f"{PREFIX}.mlp.down_proj.lora_B.weight"].shape == (48, 8)
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**options, **folders, "steps": 3})
-    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    other = adapter_of(parts.model_path)
-    assert all(np.array_equal(value, other[name]) for name, value in found.items())
-    with pytest.raises(UsageError, match=rf"adapters init: {init} in the checkpoint"):
-        llmq.train(**{**options, **folders, "continue": 3, "lora_init": "kaiming", "overwrite": True})
-    rest = {name: value for name, value in given.items() if name not in ("lora_rank", "lora_dropout")}
-    rest |= {"learning_rate": 0.0, "steps": 1}
-    again = llmq.train(**{**rest, "name": "again", "adapter": str(whole.model_path)})
-    assert again.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
-    begun = llmq.train(**{**options, "name": "begun", "steps": 1, "learning_rate": 0.0})
-    plain = llmq.train(**{**rest, "name": "plain"})
-    assert begun.eval_loss == pytest.approx(plain.eval_loss, rel=1e-5)
 
 
-def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
-    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
-    options = {**rest, "ia3": "k_proj,v_proj,down_proj", "train_also": "model.norm"}
-    whole = llmq.train(**options)
+def test_gains_are_exported(given):
+    whole = llmq.train(**given, **LIVES["ia3"][0])
     assert "Gains (IA3) on 3 linear maps: 160 of" in given["console"].getvalue()
-    found, config = adapter_of(whole.model_path), json.loads((whole.model_path / "adapter_config.json").read_text())
+    found, config = adapter_of(whole.model_path), config_of(whole.model_path)
     assert {name.removeprefix(PREFIX): value.shape for name, value in found.items()} == {
         ".self_attn.k_proj.ia3_l": (24, 1),
         ".self_attn.v_proj.ia3_l": (24, 1),
@@ -171,145 +191,110 @@ def test_gains_are_trained_saved_resumed_exported_and_trained_on(given):
     }
     assert all(np.abs(value - 1).max() > 1e-3 for value in found.values())
     assert (config["peft_type"], config["feedforward_modules"]) == ("IA3", ["down_proj"])
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**options, **folders, "steps": 3})
-    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    still = {"learning_rate": 0.0, "steps": 1}
-    again = llmq.train(**{**rest, **still, "name": "again", "adapter": str(whole.model_path)})
-    assert again.eval_loss == whole.eval_loss
-    assert json.loads((again.model_path / "adapter_config.json").read_text()) == config
-    begun = llmq.train(**{**options, **still, "name": "begun"})
-    assert begun.eval_loss == llmq.train(**{**rest, **still, "name": "plain"}).eval_loss
-    merge(find_source("base"), {whole.model_path: 1.0}, Path("merged"), dtype="fp32", overwrite=False)
-    merged = llmq.train(**{**rest, **still, "name": "merged", "model": "merged"})
-    assert merged.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.ia3_l"), r"missing: model\.layers\.0\.mlp\.up_proj\.ia3_l"),
-        (lambda t, c: t.update({f"{PREFIX}.mlp.up_proj.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
-        pytest.param(
-            lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.ia3_l": np.ones((3, 1))}),
-            r"layers\.05\.mlp.*no linear",
-            marks=pytest.mark.slow,
-        ),
-        (lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*which llmq reads once"),
-        (lambda t, c: c.update(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUNING"),
-    ],
-)
-def test_gains_that_do_not_fit_are_refused(given, tmp_path, change, says):
-    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
-    done = llmq.train(**{**rest, "ia3": "q_proj,up_proj", "steps": 1})
-    changed_adapter(done.model_path, tmp_path / "changed", change)
-    with pytest.raises(DataError, match=says):
-        llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})
 
 
 def test_a_tied_head_cannot_be_taken_out_of(given):
     with pytest.raises(UsageError, match=r"--lora-init pissa takes .* lm_head is the embedding too: leave it out"):
-        llmq.train(**given, lora_init="pissa", lora_targets="all,lm_head")
+        llmq.train(**given, lora_rank=4, lora_init="pissa", lora_targets="all,lm_head")
 
 
 @pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
 def test_a_pattern_without_a_rank_is_refused(given, said):
     with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
-        llmq.train(**given, lora_rank_pattern=said)
+        llmq.train(**given, lora_rank=4, lora_rank_pattern=said)
 
 
 @pytest.mark.parametrize("option", ["lora_rank_pattern", "lora_alpha_pattern"])
 def test_a_pattern_with_two_values_is_refused(given, option):
     with pytest.raises(UsageError, match=rf"--{option.replace('_', '-')} gives q_proj twice, as 4 and as 2:"):
-        llmq.train(**given, **{option: "q_proj=4,v_proj=2, q_proj=2"})
+        llmq.train(**given, lora_rank=4, **{option: "q_proj=4,v_proj=2, q_proj=2"})
 
 
-def test_a_run_of_one_step_begins_where_the_base_is(given):
-    plain = {name: value for name, value in given.items() if not name.startswith("lora")}
-    rest = {"steps": 1, "learning_rate": 0.0}
-    runs = [llmq.train(**{**options, **rest, "name": name}) for name, options in (("a", given), ("b", plain))]
-    assert runs[0].eval_loss == runs[1].eval_loss
+UP, UP_OF_5 = f"{PREFIX}.mlp.up_proj", f"{PREFIX}5.mlp.up_proj"
+MODULE = r"model\.layers\.0\.mlp\.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("method", "change", "says"),
     [
-        (lambda t, c: t.pop(f"{PREFIX}.mlp.up_proj.lora_B.weight"), r"missing: model\.layers\.0\.mlp\.up_proj\.lora_B"),
+        ("lora", lambda t, c: t.pop(f"{UP}.lora_B.weight"), rf"missing: {MODULE}\.lora_B"),
         (
-            lambda t, c: [t.pop(f"{PREFIX}.mlp.up_proj.lora_{k}.weight") for k in "AB"],
-            r"missing: model\.layers\.0\.mlp\.up_proj\.lora_A\.weight and",
+            "lora",
+            lambda t, c: [t.pop(f"{UP}.lora_{k}.weight") for k in "AB"],
+            rf"missing: {MODULE}\.lora_A\.weight and",
         ),
-        (lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules_to_save"),
-        pytest.param(
-            lambda t, c: c.update(modules_to_save=["embed_tokens"]),
-            r"ties them, without ensure_weight_tying",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("lora", lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules"),
+        ("lora", lambda t, c: c.update(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
+        (
+            "lora",
             lambda t, c: c.update(modules_to_save=["up_proj"]),
             r"has a part of layers\.0\.mlp\.up\.weight, which",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.bias": np.zeros(3)}),
+        (
+            "lora",
+            lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.base_layer.bias": np.zeros(3)}),
             r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
-            marks=pytest.mark.slow,
         ),
-        (lambda t, c: c.update(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like it\)"),
-        pytest.param(
-            lambda t, c: c.update(init_lora_weights="corda"),
-            r"init_lora_weights corda changes the model as llmq does not",
-            marks=pytest.mark.slow,
+        ("lora", lambda t, c: c.update(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like"),
+        ("lora", lambda t, c: c.update(init_lora_weights="corda"), r"corda changes the model as llmq"),
+        ("lora", lambda t, c: c.update(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
+        ("lora", lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
+        ("ia3", lambda t, c: t.pop(f"{UP}.ia3_l"), rf"missing: {MODULE}\.ia3_l"),
+        ("ia3", lambda t, c: t.update({f"{UP}.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
+        ("ia3", lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*reads once"),
+        ("ia3", lambda t, c: c.update(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUN"),
+        ("adalora", lambda t, c: t.pop(f"{UP}.lora_E"), rf"missing: {MODULE}\.lora_E"),
+        (
+            "adalora",
+            lambda t, c: [t.pop(f"{UP}.lora_{key}") for key in "ABE"],
+            rf"missing: {MODULE}\.lora_A, lora_B and lora_E",
         ),
-        (lambda t, c: c.update(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
-        (lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter"),
-        pytest.param(
-            lambda t, c: t.update({f"{PREFIX}5.mlp.up_proj.lora_A.weight": np.zeros((4, 48))}),
-            r"layers\.05\.mlp.*no linear",
-            marks=pytest.mark.slow,
+        (
+            "adalora",
+            lambda t, c: t.update({f"{UP}.lora_A": np.ones((5, 48))}),
+            r"up_proj\.lora_A has shape \[5, 48\], the model and its ranks ask for \[\d, 48\]",
         ),
-        (lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
+        ("adalora", lambda t, c: c.update(init_r=6), r"rank_pattern of .* has 4 flags, and init_r is 6"),
+        ("adalora", lambda t, c: c.update(rank_pattern=None), r"lora_A has shape .* for \[4, 48\]"),
+        ("adalora", lambda t, c: t.update({f"{UP}.lora_E": np.ones((2, 1), np.int32)}), r"stored as I32"),
+        *(
+            (
+                method,
+                lambda t, c, key=key: t.update({f"{UP_OF_5}.{key}": np.ones((3, 1))}),
+                r"layers\.05\.mlp.*no linear",
+            )
+            for method, key in (("lora", "lora_A.weight"), ("ia3", "ia3_l"), ("adalora", "lora_E"))
+        ),
+        *(
+            (method, lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter")
+            for method in ("lora", "ia3", "adalora")
+        ),
+        (
+            "prompt",
+            lambda t, c: t.clear() or t.update(other=np.zeros((3, 4))),
+            r"other is no part(.|\n)*missing: prompt_",
+        ),
+        (
+            "prompt",
+            lambda t, c: t.update(prompt_embeddings=np.zeros((3, 5), np.float32)),
+            r"\[3, 5\], .* for \[3, 48\]",
+        ),
+        ("prefix", lambda t, c: c.update(num_virtual_tokens=4), r"shape \[3, 48\], .* for \[4, 48\]"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, change, says):
-    done = llmq.train(**{**given, "steps": 1})
+def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, method, change, says):
+    own = {"ia3": "q_proj,up_proj"} if method == "ia3" else METHODS[method]
+    done = llmq.train(**{**given, **own, "steps": 3})
     changed_adapter(done.model_path, tmp_path / "changed", change)
-    rest = {name: value for name, value in given.items() if not name.startswith("lora")}
     with pytest.raises(DataError, match=says):
-        llmq.train(**{**rest, "name": "next", "adapter": str(tmp_path / "changed")})
+        llmq.train(**{**given, "name": "next", "adapter": str(tmp_path / "changed")})
     assert not (tmp_path / "runs" / "next").exists()
 
 
-@pytest.mark.parametrize(
-    ("base", "matmul"),
-    [
-        ("e4m3", "fp32"),
-        pytest.param("nf4", "e4m3", marks=pytest.mark.slow),
-        *(pytest.param(base, "fp32", marks=pytest.mark.slow) for base in ("int8", "nf4", "mxfp4")),
-    ],
-)
-def test_a_quantized_base_is_made_again_when_a_run_resumes(given, base, matmul):
-    if matmul == "e4m3":
-        given |= {"matmul_dtype": "e4m3", "model_dtype": "bf16"}
-    options = {**given, "base_dtype": base, "sample_tokens": 4}
-    whole = llmq.train(**options)
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**options, **folders, "steps": 3})
-    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    assert whole.eval_loss != llmq.train(**{**given, "name": "wide"}).eval_loss
-    with pytest.raises(UsageError, match=rf"adapters base: {base} in the checkpoint, None now"):
-        llmq.train(**{**given, **folders, "continue": 3, "overwrite": True})
-
-
-@pytest.mark.parametrize("change", [{}, {"lora_rank": None, "lora_dropout": None, "train_only": "*.bias"}])
-def test_a_run_on_another_base_is_not_continued(given, change):
+@pytest.mark.parametrize("own", [LORA, {"train_only": "*.bias"}])
+def test_a_run_on_another_base_is_not_continued(given, own):
     """Which has the same tensors, but for the numbers of one; the same ones in other files are no other base."""
-    options = {**given, **change, "steps": 1}
+    options = {**given, **own, "steps": 1}
     llmq.train(**options)
     path = f"{given['model']}/model.safetensors"
     tensors = load_file(path)
@@ -322,15 +307,8 @@ def test_a_run_on_another_base_is_not_continued(given, change):
 
 
 def test_a_run_that_trains_biases_leaves_a_whole_model(given):
-    options = {name: value for name, value in given.items() if not name.startswith("lora")} | {"train_only": "*.bias"}
-    whole = llmq.train(**options)
+    whole = llmq.train(**given, train_only="*.bias")
     assert "A part of the model: 96 of" in given["console"].getvalue()
     base, found = (load_file(f"{folder}/model.safetensors") for folder in ("base", whole.model_path))
     changed = {name for name, value in base.items() if not np.array_equal(value, found[name])}
     assert changed == {name for name in base if name.endswith("bias")} and base.keys() == found.keys()
-    folders = {"out_dir": "cut", "checkpoint_dir": "parts"}
-    llmq.train(**{**options, **folders, "steps": 3})
-    parts = llmq.train(**{**options, **folders, "out_dir": "parts-model", "continue": 3})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    with pytest.raises(UsageError, match=r"trained: \*\.bias in the checkpoint, \*\.bias,embed_tokens now"):
-        llmq.train(**{**options, **folders, "continue": 3, "train_only": "*.bias,embed_tokens", "overwrite": True})
