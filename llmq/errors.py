@@ -1,5 +1,8 @@
 """What a user can fix: one exception per exit code, each carrying one clear message (the value, the limit, the fix)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LlmqError(ValueError):
     """Base of everything that a command reports as one message without a traceback. `exit_code` is the shell's."""
@@ -62,6 +65,24 @@ class StorageError(LlmqError):
     """The disk is full, not writable, or would lose something of value; or another run writes to the same place."""
 
     exit_code = 7
+
+
+@contextmanager
+def all_problems() -> Iterator[list[str]]:
+    """A list of problems, which are raised as one DataError at the end."""
+    problems: list[str] = []
+    yield problems
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+@contextmanager
+def noted(problems: list[str]) -> Iterator[None]:
+    """Adds a DataError to `problems`, so that what follows is looked at too."""
+    try:
+        yield
+    except DataError as error:
+        problems.append(str(error))
 
 
 INTERRUPTED = 130  # Ctrl-C: the step was ended and saved

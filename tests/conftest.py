@@ -19,7 +19,7 @@ import pytest
 
 CHOSEN_BY = {"slow": "--all", "judge": "--judges", "sweep": "--sweeps"}
 TASTES = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "HF_HUB_OFFLINE")
-TASTES += ("LLMQ_TINY_SHAKESPEARE", "WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
+TASTES += ("WANDB_MODE", "WANDB_DIR", "MPLBACKEND", "GIT_DIR", "GIT_WORK_TREE")
 
 
 def pytest_addoption(parser):

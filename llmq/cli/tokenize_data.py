@@ -79,9 +79,8 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
     With any other (such as Llama 2), each document is tokenized as a whole, which takes some 120 times its size; and so
     is a stretch of text without spaces and single line breaks, and each prompt, answer and chat.
 
-    Environment: LLMQ_TINY_SHAKESPEARE is a file or URL to take instead of the download, LLMQ_CACHE_DIR the folder
-    for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network, TOKENIZERS_PARALLELISM=false is one process
-    with one thread.
+    Environment: LLMQ_CACHE_DIR is the folder for what is kept (~/.cache/llmq), HF_HUB_OFFLINE=1 forbids the network,
+    TOKENIZERS_PARALLELISM=false is one process with one thread.
     """
     if given["dataset"] and os.path.isfile(given["dataset"]):
         raise UsageError(f"--dataset {given['dataset']} is a file: give it as --input")

@@ -36,10 +36,9 @@ from llmq.data.batches.rows import (
     stacked,
 )
 from llmq.data.batches.streaming import StreamedRows
-from llmq.data.rows.records import all_problems, noted
 from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.tokenizer import tokenizer_folder
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError, UsageError, all_problems, noted
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.

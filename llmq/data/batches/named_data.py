@@ -16,9 +16,8 @@ from llmq.data.batches.rows import WINDOWS, RowForm, Samples
 from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.prompts import read_prompt_template
-from llmq.data.rows import datasets
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.find_sources import find_anything
+from llmq.data.rows.find_sources import NAMES, find_anything
 from llmq.data.rows.request import Request, parsed_mapping
 from llmq.data.stream import START
 from llmq.data.tokens.pipeline import tokenized
@@ -57,7 +56,7 @@ class NamedData:
     def find(self, seq_len: int) -> NamedData:
         """Itself, with requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
         options = self.options
-        for name in (name for name in self.names if name in datasets.NAMES and Path(name).exists()):
+        for name in (name for name in self.names if name in NAMES and Path(name).exists()):
             self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
         encode = encode_options(options, seq_len)
         found = [find_anything(name, options.eval_fraction, streaming=options.streaming) for name in self.names]

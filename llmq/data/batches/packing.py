@@ -33,10 +33,9 @@ import numpy as np
 
 from llmq.data.batches.permutation import mixed, sample_order
 from llmq.data.batches.rows import FileSamples, RowForm, Rows, aim, empty_rows
-from llmq.data.rows.records import all_problems, noted
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import Sidecar
-from llmq.errors import DataError
+from llmq.errors import DataError, all_problems, noted
 
 READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
 WINDOW = 1 << 17  # documents that are packed together

@@ -17,10 +17,9 @@ import numpy as np
 
 from llmq.data.batches.permutation import sample_order
 from llmq.data.rows.find_sources import matched
-from llmq.data.rows.records import all_problems, noted
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import SUFFIX, Sidecar, TemplateNote, same_ids, tokenizer_hash
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError, UsageError, all_problems, noted
 from llmq.tensor import IGNORED
 
 WINDOWS, PACKED, PADDED = "windows", "packed rows", "padded rows"

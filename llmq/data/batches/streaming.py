@@ -24,8 +24,8 @@ from llmq.data.batches.permutation import mixed
 from llmq.data.batches.rows import WINDOWS, RowForm, Rows, RowSource, aim, empty_rows
 from llmq.data.chat.encoded import Counts, notes
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.records import BadRows
 from llmq.data.rows.request import Request
+from llmq.data.rows.row_files import BadRows
 from llmq.data.stream import START, Position, Stream
 from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
 from llmq.data.tokens.tokenize import Say

@@ -29,7 +29,7 @@ from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, 
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
 from llmq.data.chat.sandbox import RenderError
 from llmq.data.chat.template import MARKER, OWN, Templates, open_templates, template_note
-from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.text import pieces_of
 from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -162,7 +162,7 @@ class Encoder:
                 read.append((record, content, texts))
             except UnicodeEncodeError as error:
                 half = error.object[error.start]
-                wrong = BadRow(record.place, f"the text holds {half!a}, which is half of a character: fix it")
+                wrong = BadRow(record.place, f"the text holds {half!a}, which is no character of UTF-8: fix it")
             except BadRow as error:
                 wrong = error
             else:

@@ -19,7 +19,7 @@ from llmq.data.chat.prompts import PromptTemplate, alpaca_prompt
 from llmq.data.chat.proposals import proposed_map
 from llmq.data.chat.sandbox import RenderError
 from llmq.data.chat.untrained import TURN_COLUMNS, untrained_messages
-from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 

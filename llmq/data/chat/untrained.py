@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmq.data.rows.records import BadRow
+from llmq.data.rows.row_files import BadRow
 
 TURN_KEYS = ("weight", "train", "training", "train_on", "train_on_turn", "loss")
 TURN_COLUMNS = ("train_on", "train_on_turns", "weights")  # each a list

@@ -6,7 +6,7 @@ All are streams (see llmq/data/stream.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, cast
@@ -14,8 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from llmq.data.rows.hub_data import HubFile
-from llmq.data.rows.records import Row
-from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.row_files import Row, RowFile
 from llmq.data.stream import START, Position, Stream
 from llmq.errors import DataError, UsageError
 
@@ -62,32 +61,22 @@ class FileRows:
             if self.stop is not None and before >= self.stop:
                 return
             with self.files[number].fetched() as file:
-                rows = file.rows(max(row, self.start - before), self._wanted(before))
-                while True:
-                    try:
-                        at, item = next(rows)
-                    except StopIteration as end:
-                        before += end.value
-                        break
-                    if self.stop is not None and before + at >= self.stop:
-                        rows.close()
+                at = None
+                for at, read in file.rows(max(row, self.start - before)):
+                    overall = before + at
+                    if self.stop is not None and overall >= self.stop:
                         return
-                    yield (number, at + 1, before + at + 1), item
+                    if self.share is None or self.share.has(overall - self.start):
+                        yield (number, at + 1, overall + 1), read()
+                before += file.num_rows() if at is None else at + 1
             row = 0
-
-    def count(self) -> int:
-        """How many rows there are, which fetches every file."""
-        return self._part_of(count_rows(self.files))
 
     def about(self) -> int:
         """About how many rows there are. Of files that must be fetched, the first is, and speaks for the others."""
         if all(file.is_here for file in self.files):
-            return self.count()
-        rows = count_rows(self.files[:1])
-        return self._part_of(rows * sum(file.size for file in self.files) // max(self.files[0].size, 1))
-
-    def _part_of(self, total: int) -> int:
-        """How many of all rows are in the slice and the share."""
+            total = count_rows(self.files)
+        else:
+            total = count_rows(self.files[:1]) * sum(file.size for file in self.files) // max(self.files[0].size, 1)
         total = max((total if self.stop is None else min(total, self.stop)) - self.start, 0)
         if self.share is None:
             return total
@@ -97,16 +86,6 @@ class FileRows:
     def identity(self) -> Any:
         share = [str(self.share.fraction), self.share.held] if self.share else None
         return {"files": [f.identity() for f in self.files], "start": self.start, "stop": self.stop, "share": share}
-
-    def _wanted(self, before: int) -> Callable[[int], bool]:
-        share, start, stop = self.share, self.start, self.stop
-
-        def wanted(row: int) -> bool:
-            if stop is not None and before + row >= stop:
-                return True  # where reading ends; it is not taken
-            return share is None or share.has(before + row - start)
-
-        return wanted
 
 
 @dataclass(frozen=True)
@@ -119,8 +98,6 @@ class Shuffled:
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
         (first,) = position or (0,)
         everything = [row for _, row in self.rows.read()]
-        if beyond := [at for at in self.order if at >= len(everything)]:
-            raise DataError(f"the data set has {len(everything)} rows, but row {beyond[0] + 1} is asked for")
         for number in range(first, len(self.order)):
             yield (number + 1,), everything[self.order[number]]
 

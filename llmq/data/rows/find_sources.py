@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import glob
+import hashlib
+import http.client
 import os
+import urllib.request
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +16,63 @@ from pathlib import Path
 from typing import Any
 
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows import datasets
-from llmq.data.rows.file_rows import FileRows, HeldShare, RowSequence, sliced
+from llmq.data.rows.file_rows import (
+    FileRows,
+    HeldShare,
+    Mixed,
+    RowSequence,
+    Shuffled,
+    count_rows,
+    sliced,
+    train_test_order,
+)
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
-from llmq.data.rows.records import all_problems
-from llmq.data.rows.row_files import BOM, COMPRESSIONS, SUFFIXES, RowFile
+from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, RowFile
 from llmq.data.tokens.text import Document, Texts, open_documents, split
-from llmq.errors import DataError, UsageError
+from llmq.disk import cache_folder, write_whole
+from llmq.errors import DataError, UsageError, all_problems
 
 EVAL_FRACTION = 0.1  # where the data has no part for evaluation
 TEXT_SUFFIX = ".txt"  # what is text in a folder; a file that is named may be called anything
+TINY = "tiny-shakespeare"
+TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """A data set of the Hub, as `repo` with its config, and llm.q's rule for evaluation: `eval_split`, `eval_rows`
+    drawn rows of train, or the first `eval_tokens`. `limit` tokens end it; `numbered` files are train-000.bin, ...
+    """
+
+    repo: str
+    data_format: str
+    mapping: tuple[tuple[str, str], ...] = ()  # ours, the field's
+    eval_split: str | None = None
+    eval_rows: int = 0
+    eval_tokens: int = 0
+    limit: int | None = None
+    numbered: bool = True
+
+
+CLIMB = "gvlassis/ClimbMix"
+# Tokens in each of its clusters, in the order of their numbers, in llm.q's unit.
+CLIMB_WEIGHTS = (86, 121, 145, 386, 189, 1778, 1673, 117, 81, 734, 156, 2568, 90, 28, 23, 728, 702, 227, 116, 51)
+SEED = 42  # of the drawn rows, and of the mixture of clusters
+FINEWEB = "HuggingFaceFW/fineweb:sample-10BT"
+BILLION = 1_000_000_000
+NAMED = {
+    "tiny-stories": NamedSet("roneneldan/TinyStories", "text", eval_split="validation"),
+    "gsm8k": NamedSet("openai/gsm8k:main", "question-answer", eval_split="test", numbered=False),
+    "limo": NamedSet("GAIR/LIMO", "question-answer", (("answer", "solution"),), eval_rows=40, numbered=False),
+    "fineweb-1b": NamedSet(FINEWEB, "text", eval_tokens=10_000_000, limit=BILLION),
+    "fineweb-10b": NamedSet(FINEWEB, "text", eval_tokens=10_000_000),
+    "climb-1b": NamedSet(CLIMB, "text", eval_tokens=10_000_000, limit=BILLION),
+    "climb-10b": NamedSet(CLIMB, "text", eval_tokens=10_000_000, limit=10 * BILLION),
+    "climb-20b": NamedSet(CLIMB, "text", eval_tokens=20_000_000, limit=20 * BILLION),
+}
+NAMES = (TINY, *NAMED)
 
 
 @dataclass(frozen=True)
@@ -58,9 +109,8 @@ class Found:
 
     def known(self, options: EncodeOptions) -> EncodeOptions:
         """The options with what is known of a named set, where they leave it open."""
-        return replace(
-            options, data_format=options.data_format or self.data_format, mapping=options.mapping or self.mapping
-        )
+        data_format, mapping = options.data_format or self.data_format, options.mapping or self.mapping
+        return replace(options, data_format=data_format, mapping=mapping)
 
     def identity(self) -> Any:
         """What the tokens depend on, as JSON. Files of this machine are read whole for it."""
@@ -71,12 +121,8 @@ class Found:
 def find_anything(asked: str, eval_fraction: float | None, *, streaming: bool = False) -> Found:
     """What `--data` names: a path, folder or glob, else a data set by name. The errors are those of `find`."""
     path = Path(asked).expanduser()
-    is_local = (
-        path.exists()
-        or asked.startswith((".", "/", "~"))
-        or (asked not in datasets.NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path)))
-    )
-    if is_local:
+    looks_local = asked not in NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path))
+    if path.exists() or asked.startswith((".", "/", "~")) or looks_local:
         return find(inputs=(str(path),), eval_fraction=eval_fraction, streaming=streaming)
     return find(dataset=asked, eval_fraction=eval_fraction, streaming=streaming)
 
@@ -99,10 +145,10 @@ def find(
     """
     if dataset is None:
         return _local(inputs, eval_fraction, streaming)
-    if dataset == datasets.TINY:
-        return replace(_texts([datasets.tiny_shakespeare()], eval_fraction), title=dataset, asked=(dataset,))
-    if dataset in datasets.NAMED:
-        return _named(dataset, eval_fraction, streaming)
+    if dataset == TINY:
+        return replace(_texts([tiny_shakespeare()], eval_fraction), title=dataset, asked=(dataset,))
+    if dataset in NAMED:
+        return _named(dataset, NAMED[dataset], eval_fraction, streaming)
     return _hub(dataset, eval_fraction, streaming)
 
 
@@ -138,19 +184,23 @@ def _local(inputs: Sequence[str], eval_fraction: float | None, streaming: bool) 
     title = files[0].stem.split(".")[0]
     if folder or len(files) > 1:
         title = (folder or files[0].parent).resolve().name or "data"
-    if _one_kind(files) == "text":
-        found = _texts(files, eval_fraction)
-    elif folder is None:
-        found = _split_rows(_file_rows(files), None, eval_fraction, streaming)
-    else:
-        splits = by_split([str(path.relative_to(folder)) for path in files])
+    rows = {path: RowFile.of(path) for path in files}
+    kinds = Counter(file.kind if file else "text" for file in rows.values())
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        raise DataError(f"the files are of several kinds ({counts}): give those of one kind, for example with a glob")
+    if "text" in kinds:
+        return replace(_texts(files, eval_fraction), title=title, asked=tuple(inputs))
+    splits = {"train": files}
+    if folder is not None:
+        names = by_split([str(path.relative_to(folder)) for path in files])
+        splits = {name: [folder / path for path in paths] for name, paths in names.items()}
         if "train" not in splits and len(splits) > 1:
             raise DataError(f"{folder} has the splits {', '.join(splits)}, but no train: name the files")
-        rows = {name: _file_rows([folder / path for path in names]) for name, names in splits.items()}
-        train = rows["train"] if "train" in rows else next(iter(rows.values()))
-        own = rows.get("validation") if "train" in rows else None
-        found = _split_rows(train, own, eval_fraction, streaming)
-    return replace(found, title=title, asked=tuple(inputs))
+    parts = {name: FileRows(tuple(file for path in split if (file := rows[path]))) for name, split in splits.items()}
+    train = next(iter(parts.values()))  # comes first
+    own = parts.get("validation") if "train" in parts else None
+    return replace(_split_rows(train, own, eval_fraction, streaming), title=title, asked=tuple(inputs))
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -161,30 +211,15 @@ def _data_files(folder: Path) -> list[Path]:
         if path.is_file() and not hidden and path.name not in NOT_DATA and _has_data_suffix(path):
             found.append(path)
     if not found:
-        raise DataError(
-            f"{folder} has no data: no file in it ends with {', '.join((*SUFFIXES, TEXT_SUFFIX))}, or these with .gz "
-            "or .zst"
-        )
+        suffixes = ", ".join((*SUFFIXES, TEXT_SUFFIX))
+        raise DataError(f"{folder} has no data: no file in it ends with {suffixes}, or these with .gz or .zst")
     return found
-
-
-def _one_kind(paths: Sequence[Path]) -> str:
-    """Rows, or text where no file has the suffix of a file of rows; DataError for both."""
-    rows = [path for path in paths if RowFile.of(path)]
-    if not rows:
-        return "text"
-    kinds = Counter(file.kind if (file := RowFile.of(path)) else "text" for path in paths)
-    if len(kinds) > 1:
-        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        raise DataError(f"the files are of several kinds ({counts}): give those of one kind, for example with a glob")
-    return next(iter(kinds))
 
 
 def _texts(paths: Sequence[Path], eval_fraction: float | None) -> Found:
     if packed := [str(path) for path in paths if path.suffix.lower() in COMPRESSIONS]:
-        raise DataError(
-            f"{packed[0]}: text files are read as they are: decompress it, or make it .jsonl{packed[0][-3:]}"
-        )
+        fix = f"decompress it, or make it .jsonl{packed[0][-3:]}"
+        raise DataError(f"{packed[0]}: text files are read as they are: {fix}")
     documents = [document for document in map(_without_mark, open_documents(paths)) if document.num_bytes]
     if not documents:
         raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
@@ -196,13 +231,7 @@ def _texts(paths: Sequence[Path], eval_fraction: float | None) -> Found:
 def _without_mark(document: Document) -> Document:
     """The document after its byte order mark, which is no text."""
     with document.path.open("rb") as file:
-        return document.after(len(BOM)) if file.read(len(BOM)) == BOM else document
-
-
-def _file_rows(paths: Sequence[Path]) -> FileRows:
-    with all_problems() as problems:
-        problems += [f"{path}: no such file" for path in paths if not path.is_file()]
-    return FileRows(tuple(file for path in paths if (file := RowFile.of(path))))
+        return document.after(len(BOM_UTF8)) if file.read(len(BOM_UTF8)) == BOM_UTF8 else document
 
 
 def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | None, streaming: bool) -> Found:
@@ -219,33 +248,36 @@ def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | No
     return Found("rows", (), ours, theirs, rule, may_lack_evaluation=eval_fraction is None)
 
 
-def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
+def _named(name: str, named: NamedSet, eval_fraction: float | None, streaming: bool) -> Found:
     if eval_fraction:
-        raise UsageError(
-            f"--eval-fraction {eval_fraction:g}: {name} has its own part for evaluation: leave it out, or 0 for none"
-        )
-    named = datasets.NAMED[name]
-    train, held = datasets.named_rows(named, streaming=streaming)
+        fix = f"{name} has its own part for evaluation: leave it out, or 0 for none"
+        raise UsageError(f"--eval-fraction {eval_fraction:g}: {fix}")
+    train: RowSequence
+    held: RowSequence | None = None
+    rule, eval_tokens = "all of them are training data", 0
+    if named.repo == CLIMB:
+        specs = [HubSpec(CLIMB, "main", f"cluster_id={n}", None, None) for n in range(1, len(CLIMB_WEIGHTS) + 1)]
+        clusters = [open_hub_set(spec, streaming=streaming) for spec in specs]
+        train = Mixed(tuple(FileRows(one.files("train")[1]) for one in clusters), CLIMB_WEIGHTS, SEED)
+    else:
+        opened = open_hub_set(HubSpec.parse(named.repo), streaming=streaming)
+        train = rows = FileRows(opened.files("train")[1])
+        if named.eval_split:
+            held, rule = (
+                FileRows(opened.files(named.eval_split)[1]),
+                f"those of the split {named.eval_split} are for evaluation",
+            )
+        elif named.eval_rows:
+            kept, drawn = train_test_order(count_rows(rows.files), named.eval_rows, SEED)
+            train, held = Shuffled(rows, kept), Shuffled(rows, drawn)
+            rule = f"{named.eval_rows} drawn rows are for evaluation"
     if eval_fraction is not None:
-        held, named = None, replace(named, eval_tokens=0)
-    rule = "all of them are training data"
-    if named.eval_tokens:
-        rule = f"the first {named.eval_tokens} tokens are for evaluation"
-    elif held is not None:
-        which = f"those of the split {named.eval_split}" if named.eval_split else f"{named.eval_rows} drawn rows"
-        rule = f"{which} are for evaluation"
-    return Found(
-        name,
-        (name,),
-        train,
-        held,
-        f"rows of {named.repo} are documents; {rule}",
-        data_format=named.data_format,
-        mapping=named.mapping,
-        eval_tokens=named.eval_tokens,
-        limit=named.limit,
-        numbered=named.numbered,
-    )
+        held, rule = None, "all of them are training data"
+    elif named.eval_tokens:
+        eval_tokens, rule = named.eval_tokens, f"the first {named.eval_tokens} tokens are for evaluation"
+    rule = f"rows of {named.repo} are documents; {rule}"
+    known = (named.data_format, named.mapping, eval_tokens, named.limit, named.numbered)
+    return Found(name, (name,), train, held, rule, *known)
 
 
 def _hub(text: str, eval_fraction: float | None, streaming: bool) -> Found:
@@ -259,3 +291,27 @@ def _hub(text: str, eval_fraction: float | None, streaming: bool) -> Found:
     title = last if opened.config == "default" else f"{last}-{opened.config}"
     rule = f"{opened.repo} at {opened.commit[:12]}, config {opened.config}, split {name}: {found.rule}"
     return replace(found, title=title.replace(os.sep, "-"), asked=(text,), rule=rule)
+
+
+def tiny_shakespeare() -> Path:
+    """The text of tiny-shakespeare (1.1 MB, public domain): from the cache, else downloaded into it.
+
+    Raises DataError if it is not cached and cannot be fetched, or is not the text that it should be.
+    """
+    from huggingface_hub import constants
+
+    path = cache_folder("text") / f"{TINY}.txt"
+    if path.is_file():
+        return path
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(f"{TINY} is not in the cache, and HF_HUB_OFFLINE forbids downloading it: save it as {path}")
+    try:
+        with urllib.request.urlopen(TINY_URL, timeout=TIMEOUT_S) as response:
+            content = response.read()
+    except (http.client.HTTPException, OSError) as error:
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{TINY_URL} cannot be fetched ({reason}): try again, or save it as {path}") from None
+    if hashlib.sha256(content).hexdigest() != TINY_SHA256:
+        raise DataError(f"{TINY_URL} gave {len(content)} bytes that are not {TINY}: save the text as {path}")
+    write_whole(path, content)
+    return path

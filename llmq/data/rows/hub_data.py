@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from llmq.data.rows.row_files import RowFile
 from llmq.data.tokens.cache import json_or_none, key_of
@@ -31,8 +31,10 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
     "test": ("test", "testing"),
 }
-_SPEC = re.compile(r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+(?:\[.*\])?))?")
-_SLICE = re.compile(r"(-?\d+%?)?:(-?\d+%?)?\]")
+_BORDER = r"(-?(?:\d{1,2}%|100%|\d+))?"
+_SPEC = re.compile(
+    r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+)(\[" + _BORDER + ":" + _BORDER + r"\])?)?"
+)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Layout = dict[str, dict[str, list[str]]]  # config -> split -> files
@@ -54,25 +56,11 @@ class HubSpec:
         found = _SPEC.fullmatch(text)
         if not found or found[1].count("/") > 1:
             raise UsageError(
-                f"{text} is neither a path nor a data set of the Hub: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT[:10%]"
+                f"{text} is neither a path nor a data set of the Hub: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, the "
+                "last also with a slice: SPLIT[100:200] or SPLIT[-10%:]"
             )
-        name, revision, config, split = found.groups()
-        split, borders = parsed_slice(split) if split else (None, None)
-        return cls(name, revision or "main", config or None, split, borders)
-
-
-def parsed_slice(text: str) -> tuple[str, tuple[str, str] | None]:
-    """A split's name and the borders after it, as in train[100:200] or train[:10%]; UsageError for anything else."""
-    name, bracket, rest = text.partition("[")
-    if not bracket:
-        return name, None
-    found = _SLICE.fullmatch(rest)
-    if not name or not found:
-        raise UsageError(f"{text} is not a split with a slice: give SPLIT[100:200] or SPLIT[:10%]")
-    for border in found.groups(""):
-        if border.endswith("%") and abs(int(border[:-1])) > 100:
-            raise UsageError(f"{text}: {border} is beyond 100%: give borders from -100% to 100%")
-    return name, (found[1] or "", found[2] or "")
+        name, revision, config, split, brackets, start, stop = found.groups()
+        return cls(name, revision or "main", config or None, split, (start or "", stop or "") if brackets else None)
 
 
 @dataclass(frozen=True)
@@ -99,7 +87,7 @@ class HubFile:
         """The file on this machine while the context is open; the errors are those of llmq.files.hub."""
         if not self.streaming:
             folder = fetch(self.repo, self.commit, [self.path], {self.path: self.size}, "dataset")
-            yield self._opened(folder / self.path)
+            yield cast(RowFile, RowFile.of(folder / self.path, self.name))
             return
         from huggingface_hub import hf_hub_download
 
@@ -107,12 +95,8 @@ class HubFile:
         with tempfile.TemporaryDirectory(dir=cache_folder("streaming")) as folder_name:
             where = {"revision": self.commit, "repo_type": "dataset", "local_dir": folder_name}
             request = partial(hf_hub_download, self.repo, self.path, **where)
-            yield self._opened(Path(ask(self.repo, self.commit, self.path, request, "dataset")))
-
-    def _opened(self, path: Path) -> RowFile:
-        file = RowFile.of(path, self.name)
-        assert file is not None
-        return file
+            path = ask(self.repo, self.commit, self.path, request, "dataset")
+            yield cast(RowFile, RowFile.of(Path(path), self.name))
 
 
 @dataclass(frozen=True)
@@ -152,20 +136,15 @@ def open_hub_set(spec: HubSpec, *, streaming: bool = False) -> HubSet:
 
 
 def _config(spec: HubSpec, configs: Layout, default: str | None) -> str:
-    if spec.config is not None and spec.config in configs:
-        return spec.config
-    names = ", ".join(list(configs)[:20]) + (" ..." if len(configs) > 20 else "")
-    if spec.config is not None:
-        hint = ""
-        if any(spec.config in splits for splits in configs.values()):
-            hint = f"; for the split of that name {spec.name}::{spec.config}"
-        raise DataError(f"{spec.name} has no config {spec.config}: give one of {names}{hint}")
-    for name in (default, "default"):
+    for name in [spec.config] if spec.config else [default, "default", *(configs if len(configs) == 1 else ())]:
         if name in configs:
             return name
-    if len(configs) == 1:
-        return next(iter(configs))
-    raise DataError(f"{spec.name} has several configs: give {spec.name}:CONFIG with one of {names}")
+    names = ", ".join(list(configs)[:20]) + (" ..." if len(configs) > 20 else "")
+    if spec.config is None:
+        raise DataError(f"{spec.name} has several configs: give {spec.name}:CONFIG with one of {names}")
+    is_split = any(spec.config in splits for splits in configs.values())
+    hint = f"; for the split of that name {spec.name}::{spec.config}" if is_split else ""
+    raise DataError(f"{spec.name} has no config {spec.config}: give one of {names}{hint}")
 
 
 def _listing(name: str, revision: str) -> dict[str, Any]:
@@ -212,13 +191,9 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
 
 def layout(name: str, files: Mapping[str, int], configs: Sequence[Mapping[str, Any]]) -> Layout:
     """Which files each config and split is: as the card says, or as the files' names do. Empty: not to be had so."""
-    found: Layout = {}
-    for config in configs:
-        splits = _card_splits(config, files)
-        if splits:
-            found[str(config.get("config_name") or "default")] = splits
+    named = {str(config.get("config_name") or "default"): _card_splits(config, files) for config in configs}
     if configs or f"{PurePosixPath(name).name}.py" in files:
-        return found
+        return {config: splits for config, splits in named.items() if splits}
     usable = [path for path in sorted(files) if PurePosixPath(path).name not in NOT_DATA and _kind(path)]
     for kind in KINDS:
         if chosen := [path for path in usable if _kind(path) == kind]:
@@ -229,21 +204,21 @@ def layout(name: str, files: Mapping[str, int], configs: Sequence[Mapping[str, A
 def _card_splits(config: Mapping[str, Any], files: Mapping[str, int]) -> dict[str, list[str]]:
     """The splits of a config in a card: patterns, or {split, path} objects, below data_dir."""
     folder = str(config.get("data_dir") or "").strip("/")
-    entries = config.get("data_files") or ([f"{folder}/**"] if folder else [])
-    entries = entries if isinstance(entries, list) else [entries]
+    entries = _listed(config.get("data_files") or (["**"] if folder else []))
     if not all(isinstance(entry, dict) for entry in entries):
-        matched = _matched([str(entry) for entry in entries], "" if not config.get("data_files") else folder, files)
-        return by_split(matched) if matched else {}
+        return by_split(_matched(entries, folder, files))
     splits: dict[str, list[str]] = {}
     for entry in entries:
-        patterns = entry.get("path") or []
-        patterns = patterns if isinstance(patterns, list) else [patterns]
-        if matched := _matched([str(pattern) for pattern in patterns], folder, files):
+        if matched := _matched(_listed(entry.get("path") or []), folder, files):
             splits.setdefault(str(entry.get("split") or "train"), []).extend(matched)
     return splits
 
 
-def _matched(patterns: Sequence[str], folder: str, files: Mapping[str, int]) -> list[str]:
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _matched(patterns: Sequence[Any], folder: str, files: Mapping[str, int]) -> list[str]:
     """Files of rows that the patterns name, sorted within each, as `HfFileSystem.glob` matches them.
 
     By its rule, but on the listing, which is there offline too.

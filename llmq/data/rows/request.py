@@ -14,7 +14,7 @@ from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.file_rows import RowSequence
 from llmq.data.rows.find_sources import Found
-from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import content_hash, is_whole, key_of
 from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
 from llmq.data.tokens.text import Texts

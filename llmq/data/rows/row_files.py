@@ -1,43 +1,81 @@
 """Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass from any row on.
 
-Memory is bounded, except that the text of an array is held whole.
+Memory is bounded, except that an array is held whole. Compressed files are decompressed as they are read.
 
-Every reader yields (row, Record or BadRow) for the wanted rows, where `row` counts from 0 and the place in messages
-from 1, and returns the number of rows of the file. Compressed files are decompressed as they are read.
+A row that cannot be used is a value here, not an end: it comes in the row's place, so that what follows can still be
+read, and `BadRows` counts what is left out, in the order of the rows. What breaks a file as a whole (a truncated
+archive, a damaged parquet file) is a DataError, which nothing reads past.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
-import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, cast
+from typing import IO, Any, ClassVar, TypeVar
 
-from llmq.data.rows.records import BadRow, Record, Row
 from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
 }  # fmt: skip
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 MAX_ROW_BYTES = 1 << 26  # a longer row would be held in memory some ten times over
 MAX_JSON_BYTES = 1 << 32  # of an array, decompressed
 BLOCK_BYTES = 1 << 20
 PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
 PARQUET_BYTES = 1 << 25  # by the mean of their row group
-BOM = b"\xef\xbb\xbf"
+# What pyarrow raises for a damaged file, and for a date or number that Python cannot hold.
+DAMAGES = (ValueError, KeyError, NotImplementedError, RuntimeError, MemoryError, OverflowError, TypeError)
+Line = TypeVar("Line", bytes, str)
 
-Wanted = Callable[[int], bool]
-Rows = Generator[tuple[int, Row], None, int]
+
+@dataclass(frozen=True)
+class Record:
+    """A row: `place` is "FILE:ROW", counted from 1, for messages; `value` its fields."""
+
+    place: str
+    value: dict[str, Any]
+
+
+class BadRow(DataError):
+    """A row that cannot be used, where it is and why; as many as --skip-bad-rows says may be left out."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+        self.place, self.reason = place, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRow, (self.place, self.reason)
+
+
+Row = Record | BadRow
+Found = tuple[int, Callable[[], Row]]  # a row's number from 0, and what reads it
+
+
+class BadRows:
+    """The rows left out so far, in the order of the data."""
+
+    def __init__(self, allowed: int, count: int = 0) -> None:
+        self.allowed, self.count = allowed, count
+
+    def add(self, row: BadRow) -> None:
+        """Leaves out one more; DataError for the first that is too many."""
+        self.count += 1
+        if self.count > self.allowed:
+            before = f"; {self.allowed} before it left out" if self.allowed else ""
+            raise DataError(f"{row}: fix the row, or leave out up to N such rows with --skip-bad-rows N{before}")
+
+
+class _Broken(Exception):
+    """What breaks a file at the row after the last one found, with the way out."""
 
 
 @dataclass(frozen=True)
@@ -71,104 +109,65 @@ class RowFile:
         """What its rows depend on, as JSON."""
         return [self.kind, self.delimiter, content_hash(self.path)]
 
-    def rows(self, start: int = 0, wanted: Wanted = lambda row: True) -> Rows:
-        """The wanted rows from row `start` on; DataError where the file itself cannot be read."""
-        return (_read_parquet if self.kind == "parquet" else _read_text)(self, start, wanted)
+    def rows(self, start: int = 0) -> Iterator[Found]:
+        """Each row from `start` on; DataError where the file itself cannot be read."""
+        at = -1
+        try:
+            for at, read in _FINDERS[self.kind](self, start):
+                if at >= start:
+                    yield at, read
+        except DataError:
+            raise
+        except _Broken as error:
+            raise DataError(f"{self.place(at + 1)}: {error}") from None
+        except (OSError, *DAMAGES) as error:
+            if self.kind != "parquet" and not isinstance(error, OSError):
+                raise  # only pyarrow says with all of these that a file is damaged
+            where, fix = self.name if at < 0 else self.place(at + 1), "check the file and the disk, or get it again"
+            raise DataError(f"{where}: cannot be read ({_said(error)}): {fix}") from None
 
     def num_rows(self) -> int:
         """How many rows the file has; parquet files say it without being read."""
         if self.kind == "parquet":
-            with _container(_At(self)):
-                return _open_parquet(self).metadata.num_rows
-        rows = self.rows(wanted=lambda row: False)
-        while True:
-            try:
-                next(rows)
-            except StopIteration as end:
-                return cast(int, end.value)
+            with _open_parquet(self) as opened:
+                return int(opened.metadata.num_rows)
+        return sum(1 for _ in self.rows())
 
     def place(self, row: int) -> str:
         return f"{self.name}:{row + 1}"
 
+    def opened(self) -> IO[bytes]:
+        """The decompressed bytes."""
+        if compression := COMPRESSIONS.get(self.path.suffix.lower()):
+            import pyarrow
 
-class _At:
-    """Where a reader is, for the message of what breaks the file."""
-
-    def __init__(self, file: RowFile) -> None:
-        self.file = file
-        self.row: int | None = None
-
-    def __str__(self) -> str:
-        return self.file.name if self.row is None else self.file.place(self.row)
+            stream: Any = pyarrow.input_stream(str(self.path), compression=compression)
+            return io.BufferedReader(stream, BLOCK_BYTES)
+        return self.path.open("rb", BLOCK_BYTES)
 
 
-@contextmanager
-def _container(at: _At) -> Iterator[None]:
-    """Turns what breaks a file as a whole into a DataError that names it and the row."""
-    try:
-        yield
-    except DataError:
-        raise
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{at}: the compressed file is truncated or damaged ({error}): get it again") from None
-    except OSError as error:
-        reason = error.strerror or str(error).splitlines()[0]
-        raise DataError(f"{at}: cannot be read ({reason}): check the file and the disk, or get it again") from None
-    except (ValueError, KeyError, NotImplementedError, RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        if at.file.kind != "parquet":  # only pyarrow says with all of these that a file is damaged
-            raise
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(f"{at}: not a parquet file that can be read ({said}): get it again") from None
+def _said(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).splitlines()[0]
 
 
-def _open(file: RowFile) -> BinaryIO:
-    """The decompressed bytes, without a byte order mark."""
-    suffix = file.path.suffix.lower()
-    if suffix == ".gz":
-        opened: Any = gzip.GzipFile(file.path, "rb")
-    elif suffix == ".zst":
-        import pyarrow
-
-        opened = io.BufferedReader(pyarrow.input_stream(str(file.path), compression="zstd"), BLOCK_BYTES)
-    else:
-        opened = file.path.open("rb", BLOCK_BYTES)
-    try:
-        with _container(_At(file)):
-            if opened.peek(len(BOM))[: len(BOM)] == BOM:
-                opened.read(len(BOM))
-    except BaseException:
-        opened.close()
-        raise
-    return cast(BinaryIO, opened)
-
-
-def _read_text(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    """Finds the rows one after the other, and parses those that are wanted."""
-    at = _At(file)
-    find, parse = _TEXT_KINDS[file.kind]
-    with _container(at), _open(file) as opened:
-        for row, found in enumerate(find(file, opened)):
-            at.row = row
-            if row >= start and wanted(row):
-                yield row, parse(file.place(row), *found)
-        return 0 if at.row is None else at.row + 1
-
-
-def _lines(file: RowFile, opened: BinaryIO) -> Iterator[tuple[bytes]]:
-    row = 0
+def _limited(opened: IO[Line]) -> Iterator[Line]:
+    """The lines of a file, each of which has at most MAX_ROW_BYTES."""
     while line := opened.readline(MAX_ROW_BYTES + 1):
         if len(line) > MAX_ROW_BYTES:
-            raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} bytes: split it")
-        yield (line,)
-        row += 1
+            raise _Broken(f"the row is longer than {MAX_ROW_BYTES}: split it, or check its quotes")
+        yield line
+
+
+def _json_lines(file: RowFile, start: int) -> Iterator[Found]:
+    with file.opened() as opened:
+        for row, line in enumerate(_limited(opened)):
+            yield row, partial(_json_row, file.place(row), line)
 
 
 def _json_row(place: str, line: bytes) -> Row:
     try:
-        text = line.decode().rstrip()
-        if not text:
-            return BadRow(place, "the row is empty")
-        return _object(place, json.loads(text), "\\u" in text)
+        text = line.decode("utf-8-sig").strip()
+        return _object(place, json.loads(text) if text else {})
     except UnicodeDecodeError as error:
         return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
     except RecursionError:
@@ -179,131 +178,48 @@ def _json_row(place: str, line: bytes) -> Row:
         return BadRow(place, f"not JSON ({error})")
 
 
-def _object(place: str, value: Any, escaped: bool) -> Row:
+def _object(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
         kind = {list: "an array", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
         return BadRow(place, f"{kind}, where a row is an object with fields")
-    if not value:
-        return BadRow(place, "the row is empty")
-    try:
-        whole = not escaped or _is_text(json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        return BadRow(place, "nested too deeply")
-    if not whole:
-        return BadRow(place, "the text has half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
-    return Record(place, value)
+    return Record(place, value) if value else BadRow(place, "the row is empty")
 
 
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-_WHITE = re.compile(r"[ \t\n\r]*")
-
-
-def _json_values(file: RowFile, opened: BinaryIO) -> Iterator[tuple[Any, bool]]:
-    """The objects of an array, and whether each has escapes. After what is not JSON no next row can be found.
-
-    The text is in memory as a whole, but only one of its rows as objects, which are several times larger.
-    """
-    text, row = _whole_text(file, opened), 0
-
-    def mark(at: int) -> tuple[str, int]:
-        """The next character that is not white space, or nothing at the end, and where it is."""
-        at = cast(re.Match[str], _WHITE.match(text, at)).end()
-        return text[at : at + 1], at
-
-    opening, at = mark(0)
-    if opening != "[":
-        raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
-    following, at = mark(at + 1)
-    while following != "]":
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, at)
-        except RecursionError:
-            raise DataError(f"{file.place(row)}: nested too deeply: fix the row") from None
-        except ValueError as error:  # with line and column
-            raise DataError(f"{file.place(row)}: not JSON ({error}): fix the row") from None
-        if end - at > MAX_ROW_BYTES:
-            raise DataError(f"{file.place(row)}: the row is longer than {MAX_ROW_BYTES} characters: fix or split it")
-        yield value, text.find("\\u", at, end) >= 0
-        following, at = mark(end)
-        if following == ",":
-            _, at = mark(at + 1)
-            row += 1
-        elif following != "]":
-            what = repr(following) if following else "the end of the file"
-            raise DataError(f"{file.place(row)}: no comma or closing bracket after the row, but {what}: fix the file")
-    if rest := mark(at + 1)[0]:
-        raise DataError(f"{file.name}: {rest!r} after the array's end: fix the file")
-
-
-def _whole_text(file: RowFile, opened: BinaryIO) -> str:
+def _json_array(file: RowFile, start: int) -> Iterator[Found]:
     content = bytearray()
-    while block := opened.read(BLOCK_BYTES):
-        content += block
-        if len(content) > MAX_JSON_BYTES:
-            raise DataError(
-                f"{file.name}: an array of more than {MAX_JSON_BYTES} bytes, which would be in memory as a whole: make "
-                "a .jsonl file of it, with a row a line (jq -c '.[]')"
-            )
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        byte = content[error.start]
-        raise DataError(f"{file.name}: not UTF-8: byte {error.start} is 0x{byte:02x} ({error.reason})") from None
-
-
-def _csv_records(file: RowFile, opened: BinaryIO) -> Iterator[tuple[list[str], list[str]]]:
-    """The header with the fields' names, and the fields of each row. Bytes that are not UTF-8 spoil only their row."""
-    csv.field_size_limit(MAX_ROW_BYTES)
-    text = io.TextIOWrapper(opened, "utf-8", "surrogateescape", newline="")
-    row, left, header = -1, MAX_ROW_BYTES, list[str]()  # the header comes before row 0; characters that a row may have
-
-    def lines() -> Iterator[str]:
-        nonlocal left
-        while line := text.readline(left + 1):
-            left -= len(line)
-            if left < 0:  # in one of the many lines that a row may have
+    with file.opened() as opened:
+        while block := opened.read(BLOCK_BYTES):
+            content += block
+            if len(content) > MAX_JSON_BYTES:
                 raise DataError(
-                    f"{file.name if row < 0 else file.place(row)}: the row is longer than {MAX_ROW_BYTES} characters: "
-                    "split it, or check its quotes"
+                    f"{file.name}: an array of more than {MAX_JSON_BYTES} bytes, which would be in memory as a whole: "
+                    "make a .jsonl file of it, with a row a line (jq -c '.[]')"
                 )
-            yield line
+    try:
+        values = json.loads(content.decode("utf-8-sig"))
+    except (RecursionError, ValueError) as error:  # with line and column, or the byte
+        raise DataError(f"{file.name}: not JSON ({error}): a file with a row a line is .jsonl") from None
+    if not isinstance(values, list):
+        raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
+    for row, value in enumerate(values):
+        yield row, partial(_object, file.place(row), value)
 
-    rows = csv.reader(lines(), delimiter=file.delimiter, strict=True)
-    while True:
+
+def _csv(file: RowFile, start: int) -> Iterator[Found]:
+    """Bytes that are not UTF-8 become surrogates, which spoil the rows that use them."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with io.TextIOWrapper(file.opened(), "utf-8-sig", "surrogateescape", newline="") as opened:
+        rows = csv.reader(_limited(opened), delimiter=file.delimiter, strict=True)
         try:
-            fields = next(rows, None)
+            if (header := next(rows, None)) is None:
+                return
+            if not any(header) or (twice := _twice(header)):
+                bad = f"{twice} appears twice" if any(header) else "it is empty"
+                raise DataError(f"{file.name}: the first line names the fields, but {bad}: fix it")
+            for row, fields in enumerate(rows):
+                yield row, partial(_csv_row, file.place(row), header, fields)
         except csv.Error as error:
-            where = f"{file.name}: the header" if row < 0 else file.place(row)
-            raise DataError(f"{where}: not CSV ({error}): fix the row, or check its quotes") from None
-        if fields is None:
-            return
-        if row >= 0:
-            yield header, fields
-        elif bad := _bad_header(fields):
-            raise DataError(f"{file.name}: the first line names the fields, but {bad}: fix it")
-        else:
-            header = fields
-        row, left = row + 1, MAX_ROW_BYTES
-
-
-def _bad_header(header: list[str]) -> str:
-    if not header or not any(header):
-        return "it is empty"
-    if not _is_text("".join(header)):
-        return "it is not UTF-8"
-    return _named_twice(header)
-
-
-def _named_twice(names: Sequence[str]) -> str:
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    return f"{', '.join(map(repr, twice[:5]))} appears twice" if twice else ""
+            raise _Broken(f"not CSV ({error}): fix the row, or check its quotes") from None
 
 
 def _csv_row(place: str, header: list[str], fields: list[str]) -> Row:
@@ -311,62 +227,55 @@ def _csv_row(place: str, header: list[str], fields: list[str]) -> Row:
         return BadRow(place, "the row is empty")
     if len(fields) != len(header):
         return BadRow(place, f"the header names {len(header)} fields, but the row has {len(fields)}")
-    for name, text in zip(header, fields, strict=True):
-        if not text.isascii() and not _is_text(text):
-            return BadRow(place, f"not UTF-8: field {name!r}")
     return Record(place, dict(zip(header, fields, strict=True)))
+
+
+def _twice(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name, count in Counter(names).items() if count > 1)
 
 
 def _open_parquet(file: RowFile) -> Any:
     import pyarrow.parquet
 
-    # Column chunks are read in blocks and not whole: a row group of web text has a gigabyte.
-    return pyarrow.parquet.ParquetFile(
-        str(file.path), buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
-    )
+    try:  # column chunks are read in blocks and not whole: a row group of web text has a gigabyte
+        return pyarrow.parquet.ParquetFile(
+            str(file.path), buffer_size=BLOCK_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
+    except (OSError, *DAMAGES) as error:
+        raise DataError(f"{file.name}: not a parquet file that can be read ({_said(error)}): get it again") from None
 
 
-def _read_parquet(file: RowFile, start: int, wanted: Wanted) -> Rows:
-    at = _At(file)
-    with _container(at), _open_parquet(file) as opened:
-        if twice := _named_twice(opened.schema_arrow.names):
-            raise DataError(f"{file.name}: among the names of the columns, {twice}: rename or drop one")
-        row, groups = 0, list(range(opened.metadata.num_row_groups))
-        while groups and row + opened.metadata.row_group(groups[0]).num_rows <= start:
-            row += opened.metadata.row_group(groups.pop(0)).num_rows
-        if not groups:
-            return cast(int, opened.metadata.num_rows)
-        at.row = row
-        for group in groups:
-            at_once = _rows_at_once(opened.metadata.row_group(group))
-            for batch in opened.iter_batches(at_once, row_groups=[group], use_threads=False):
+def _parquet(file: RowFile, start: int) -> Iterator[Found]:
+    row = 0
+    with _open_parquet(file) as opened:
+        if twice := _twice(opened.schema_arrow.names):
+            raise DataError(f"{file.name}: among the names of the columns, {twice} appears twice: rename or drop one")
+        for number in range(opened.metadata.num_row_groups):
+            group = opened.metadata.row_group(number)
+            if row + group.num_rows <= start:
+                row += group.num_rows
+                continue
+            mean = group.total_byte_size // max(group.num_rows, 1)
+            at_once = min(max(PARQUET_BYTES // max(mean, 1), 1), PARQUET_ROWS)
+            for batch in opened.iter_batches(at_once, row_groups=[number], use_threads=False):
                 for offset in range(batch.num_rows):
-                    if row >= start and wanted(row):
-                        yield row, _parquet_row(file.place(row), batch, offset)
+                    yield row, partial(_parquet_row, file.place(row), batch, offset)
                     row += 1
-                    at.row = row
-        return row
-
-
-def _rows_at_once(group: Any) -> int:
-    """How many rows of a row group have about PARQUET_BYTES, by their mean."""
-    mean = group.total_byte_size // max(group.num_rows, 1)
-    return min(max(PARQUET_BYTES // max(mean, 1), 1), PARQUET_ROWS)
 
 
 def _parquet_row(place: str, batch: Any, offset: int) -> Row:
     try:
         value = {name: batch.column(i)[offset].as_py() for i, name in enumerate(batch.schema.names)}
-    except UnicodeDecodeError as error:
-        return BadRow(place, f"not UTF-8: {error.reason}")
-    except (ValueError, OverflowError, KeyError) as error:  # a date or number that Python cannot hold
-        return BadRow(place, f"a value that cannot be read ({error})")
-    if all(field is None for field in value.values()):
-        return BadRow(place, "the row is empty")
-    return Record(place, value)
+    except DAMAGES as error:
+        return BadRow(place, f"a value that cannot be read ({_said(error)})")
+    return (
+        Record(place, value)
+        if any(field is not None for field in value.values())
+        else BadRow(place, "the row is empty")
+    )
 
 
-# How the rows of a kind are found, and what makes a row of one that was found, given its place.
-_TEXT_KINDS: dict[str, tuple[Callable[[RowFile, BinaryIO], Iterator[tuple[Any, ...]]], Callable[..., Row]]] = {
-    "jsonl": (_lines, _json_row), "json": (_json_values, _object), "csv": (_csv_records, _csv_row),
+# The rows of a file of each kind, at least those from `start` on.
+_FINDERS: dict[str, Callable[[RowFile, int], Iterator[Found]]] = {
+    "jsonl": _json_lines, "json": _json_array, "csv": _csv, "parquet": _parquet,
 }  # fmt: skip

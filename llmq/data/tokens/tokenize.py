@@ -19,8 +19,8 @@ from llmq.data.chat.encode import EncodeOptions, Encoder
 from llmq.data.chat.encoded import Counts, Encoded, notes
 from llmq.data.chat.samples import show
 from llmq.data.rows.find_sources import Found, find
-from llmq.data.rows.records import BadRow, Record
 from llmq.data.rows.request import Request
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import Producer, TokenStream
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning

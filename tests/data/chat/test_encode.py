@@ -21,7 +21,7 @@ from llmq.data.chat import sandbox
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, notes
 from llmq.data.chat.prompts import PREAMBLES
-from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
@@ -579,7 +579,7 @@ def test_options_without_effect_are_refused(small, row, options, says):
         ({"messages": [*ONE, {"role": "robot", "content": "a"}]}, "message 3 has the unknown role 'robot'"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [*ONE, ONE[1]]}, "the chat template (mine.jinja) fails: roles must take turns"),
-        ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is half of"),
+        ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is no character"),
         ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
         (
             {"messages": [*ONE[:1], CALL]},

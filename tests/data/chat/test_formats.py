@@ -12,7 +12,7 @@ import pytest
 
 from llmq.data.chat.formats import FORMATS, Chat, Pair, Text, Tokens, find_format
 from llmq.data.chat.prompts import PREAMBLES
-from llmq.data.rows.records import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 
 VOCABULARY = 100

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 
-from llmq.data.rows import datasets, find_sources
-from llmq.data.rows.find_sources import Found, find, find_anything
-from llmq.data.rows.records import Record
+from llmq.data.rows import find_sources
+from llmq.data.rows.find_sources import NAMED, Found, find, find_anything, tiny_shakespeare
+from llmq.data.rows.row_files import Record
 from llmq.data.tokens.text import Texts, pieces
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError
 
 
 def write(path: Path, *numbers: int) -> Path:
@@ -95,12 +96,6 @@ def test_a_folder_that_is_not_clear_is_refused(tmp_path: Path, make: list[str], 
         find(inputs=[str(tmp_path / "set")])
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
-    for text, says in [("gone.jsonl", "gone.jsonl: no such file"), ("*.jsonl", "no file matches")]:
-        with pytest.raises(DataError, match=says):
-            find(inputs=[str(tmp_path / text)])
-
-
 def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
@@ -110,7 +105,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
         return Found("hub", (text,), Texts(()), None, "")
 
     monkeypatch.setattr(find_sources, "_hub", as_hub)
-    monkeypatch.setenv(datasets.OVERRIDE, str(write(tmp_path / "shakespeare.txt", *range(100))))
+    monkeypatch.setattr(find_sources, "tiny_shakespeare", lambda: write(tmp_path / "tiny.txt", *range(100)))
     write(tmp_path / "org/name/a.jsonl", 1, 2)
     write(tmp_path / "train[1].jsonl", 1)
     assert numbers(find_anything("org/name", 0).train) == [1, 2]
@@ -120,8 +115,8 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
     for text in ("wikitext:wikitext-2-raw-v1:train[:10%]", "org/other", "wikitext"):
         assert find_anything(text, None).title == "hub" and asked[-1] == text
     for text in ("./gone", "gone.jsonl", "/gone", "gone/*.csv"):
-        with pytest.raises(DataError):
-            find_anything(text, None)
+        with pytest.raises(DataError, match=r"gone.*: (check the path|cannot be read)"):
+            find_anything(text, None).identity()
     assert len(asked) == 3
 
 
@@ -134,10 +129,28 @@ def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
     assert found.known(asked) == asked
 
 
-def test_a_named_set_keeps_its_own_rule(monkeypatch) -> None:
-    with pytest.raises(UsageError, match=r"--eval-fraction 0\.2: gsm8k has its own part"):
-        find(dataset="gsm8k", eval_fraction=0.2)
-    assert set(datasets.NAMED) == {
+def test_the_named_sets_are_those_of_llmq() -> None:
+    assert set(NAMED) == {
         "tiny-stories", "gsm8k", "limo", "fineweb-1b", "fineweb-10b", "climb-1b", "climb-10b", "climb-20b",
     }  # fmt: skip
-    assert len(datasets.CLIMB_WEIGHTS) == 20
+    assert len(find_sources.CLIMB_WEIGHTS) == 20
+
+
+def test_tiny_shakespeare_is_fetched_once_checked_and_found_offline(monkeypatch, tmp_path: Path) -> None:
+    text, source = b"First Citizen:\nBefore we proceed any further, hear me speak.\n", tmp_path / "input.txt"
+    monkeypatch.setattr(find_sources, "TINY_URL", source.as_uri())
+
+    def refused(says: str) -> None:
+        with pytest.raises(DataError, match=rf"{says}.*save .* as .*tiny-shakespeare\.txt"):
+            tiny_shakespeare()
+
+    refused("cannot be fetched .*No such file")
+    source.write_bytes(text)
+    refused(f"gave {len(text)} bytes that are not tiny-shakespeare")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("HF_HUB_OFFLINE forbids")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(find_sources, "TINY_SHA256", hashlib.sha256(text).hexdigest())
+    path = tiny_shakespeare()
+    source.unlink()
+    assert tiny_shakespeare() == path and path.read_bytes() == text and list(path.parent.iterdir()) == [path]

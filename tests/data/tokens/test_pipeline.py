@@ -21,8 +21,7 @@ from tokenizers import processors
 
 from llmq.data.chat.encode import EncodeOptions, open_encoder
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.records import Record
-from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.row_files import Record, RowFile
 from llmq.data.stream import Position
 from llmq.data.tokens import pipeline
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized

@@ -22,8 +22,8 @@ from token_files import verified
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import request
 from llmq.data.rows.find_sources import Found, find
-from llmq.data.rows.records import Record
 from llmq.data.rows.request import Request
+from llmq.data.rows.row_files import Record
 from llmq.data.tokens import pipeline
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.cache import Manifest

@@ -72,7 +72,7 @@ def test_default_folders_are_named_after_text_and_tokenizer(tmp_path: Path, monk
     Path("books").mkdir()
     for name in ("one.txt", "two.txt"):
         (tmp_path / "books" / name).write_text("a line\n" * 30)
-    monkeypatch.setenv("LLMQ_TINY_SHAKESPEARE", str(tmp_path / "books/one.txt"))
+    monkeypatch.setattr("llmq.data.rows.find_sources.tiny_shakespeare", lambda: Path("books/one.txt"))
     for arguments, folder in [
         ({"inputs": ["books/one.txt"]}, "data/one-small"),
         ({"inputs": ["books/*.txt"]}, "data/books-small"),
