@@ -6,8 +6,6 @@ mutants   So many damaged manifests, safetensors headers and safetensors indexes
           reads the same tensors; it raises nothing else, and takes less than a second.
 resumes   A run continued from a random step ends with the bits of one that was never stopped.
 saves     In a run of so many steps that saves at each, memory, descriptors and threads stay as they are.
-rates     So many GiB of tensors as large as those of a 7B model, saved from memory and read tensor by tensor, cold; in
-          GB/s, beside one file of as many bytes that is written and synced, and read.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import tempfile
 import threading
 import time
@@ -39,10 +36,8 @@ from llmq.errors import LlmqError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import found, read_manifest
 from llmq.files.tensor_files import Piece, cut, stored_tensors, write_files
-from llmq.files.writers import TensorSlice, begin, commit, write_part
 
 STEPS = 40
-TENSOR_BYTES = 3584 * 18944 * 2  # of one of 7B's matrices in bf16
 SAVED = Path("runs/run/checkpoints")
 EACH_STEP = {"steps": STEPS, "ckpt_interval": 1, "eval_every_n_steps": 0, "eval_file": None, "overwrite": True}
 FLAT_BYTES = 8 << 20  # that a run's memory may grow by between its first quarter and its end
@@ -226,69 +221,6 @@ def saves(given: dict[str, Any], count: int) -> str:
     return f"{count} steps with a save each: memory {grown:+.1f} MiB, descriptors and threads as they were"
 
 
-def rates(gib: int, folder: Path, pairs: int = 3) -> str:
-    """Medians of a few pairs, in turn."""
-    data = np.frombuffer(random.Random(0).randbytes(TENSOR_BYTES), np.uint8)
-    names = [f"{index}.weight" for index in range(gib * 2**30 // TENSOR_BYTES)]
-    pieces = [Piece(name, data.shape, data.dtype) for name in names]
-    total, plain = len(names) * TENSOR_BYTES, folder / "plain"
-
-    def write() -> None:
-        with plain.open("wb", buffering=0) as file:
-            for _ in names:
-                for start in range(0, TENSOR_BYTES, 16 << 20):
-                    file.write(data[start : start + (16 << 20)])
-            os.fsync(file.fileno())
-
-    def read() -> None:
-        memory = bytearray(16 << 20)
-        with plain.open("rb", buffering=0) as file:
-            while file.readinto(memory):
-                pass
-
-    def written() -> None:
-        saving, slices = begin(folder / "saved", 1), [TensorSlice.whole(piece) for piece in pieces]
-        part = write_part(saving, 0, slices, ((name, data) for name in names), in_memory=True)
-        commit(saving, [part], {})
-
-    def loaded() -> None:
-        _, reader = load(folder_of(folder / "saved"), verified=False)
-        reader = reader.in_one_memory()
-        for name in names:
-            reader(name)
-
-    seconds: dict[str, list[float]] = {}
-    for turn in range(pairs):
-        for what, work in [("write", write), ("save", written)][:: 1 if turn % 2 else -1]:
-            shutil.rmtree(folder / "saved", ignore_errors=True) if what == "save" else plain.unlink(missing_ok=True)
-            seconds.setdefault(what, []).append(timed(work))
-        for what, work in [("read", read), ("load", loaded)][:: 1 if turn % 2 else -1]:
-            for path in (plain, *folder_of(folder / "saved").iterdir()):
-                out_of_cache(path)
-            seconds.setdefault(what, []).append(timed(work))
-    speeds = {what: total / statistics.median(each) / 1e9 for what, each in seconds.items()}
-    shares = f"{speeds['save'] / speeds['write']:.0%} and {speeds['load'] / speeds['read']:.0%} of the disk"
-    return f"{total / 1e9:.1f} GB: {', '.join(f'{what} {rate:.2f}' for what, rate in speeds.items())} GB/s; {shares}"
-
-
-def folder_of(saved: Path) -> Path:
-    """The one checkpoint there."""
-    return next(iter(found(saved).values()))
-
-
-def timed(work: Callable[[], None]) -> float:
-    """Seconds of a call."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def out_of_cache(path: Path) -> None:
-    """Drops a file, which is on the disk, from the page cache."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def idle_threads() -> list[threading.Thread]:
     """Threads that are not a save's own, which are gone when it is complete."""
     return [thread for thread in threading.enumerate() if not thread.name.startswith("llmq-")]
@@ -303,7 +235,7 @@ def workplace(folder: str | None) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for part in ("kills", "mutants", "resumes", "saves", "rates"):
+    for part in ("kills", "mutants", "resumes", "saves"):
         parser.add_argument(f"--{part}", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="Of what is random.")
     parser.add_argument("--folder", help="Where to work [default: the system's temporary folder]")
@@ -331,8 +263,6 @@ def main() -> None:
         prove("resumes", lambda given, place, chance: resumes(given, number, chance))
     if number := arguments.saves:
         prove("saves", lambda given, place, chance: saves(given, number))
-    if number := arguments.rates:
-        prove("rates", lambda given, place, chance: rates(number, place))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains an older commit and the present tree side by side: a redesign changes no bit.
 
-    python tests/side_by_side.py [--against COMMIT] [--cases REGEX] [--gpu] [--allow-norm R]
+    python tests/side_by_side.py [--against COMMIT] [--cases REGEX] [--gpu]
 
 Each case of tests/side_by_side_cases.py is a run of a tiny model with every option spelled out, made by `llmq.train` in
 a process per tree. The logs of all steps (loss, norm, evaluations, errors of fp8 copies) have to be equal, and so has
@@ -125,7 +125,7 @@ class Tree:
                 process.kill()
 
 
-def first_difference(old: dict[str, Any], new: dict[str, Any], norm_room: float) -> str | None:
+def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
     """Where two results differ first: in time by their logs, then in the exported weights."""
     for name, result in (("older", old), ("present", new)):
         if result["error"]:
@@ -137,14 +137,9 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], norm_room: float)
         if kind != other_kind:
             return f"a record {kind} and a record {other_kind} of step {one['step']}"
         for key, value in one.items():
-            if value != other[key] and not (key == "norm" and _near(value, other[key], norm_room)):
+            if value != other[key]:
                 return f"{kind} record of step {one['step']}: {key} {_unequal(value, other[key])}"
     return _first_weights(Path(old["folder"]), Path(new["folder"]))
-
-
-def _near(one: float | str, other: float | str, room: float) -> bool:
-    """Whether two norms are numbers (the log has others as words) within this share of the first."""
-    return isinstance(one, float) and isinstance(other, float) and abs(one - other) <= room * one
 
 
 def _unequal(one: Any, other: Any) -> str:
@@ -243,7 +238,6 @@ def compare(arguments: argparse.Namespace, place: Path) -> int:
     commit = arguments.against or where_it_began()
     write_inputs(place)
     always: dict[str, Any] = {"device": "cuda" if arguments.gpu else "cpu"}
-    always |= {"grad_clip": 0.0} if arguments.allow_norm else {}
     old, new = Tree("old", older_tree(commit, place / "tree"), place), Tree("new", ROOT, place)
 
     def start(tree: Tree, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
@@ -253,7 +247,7 @@ def compare(arguments: argparse.Namespace, place: Path) -> int:
 
     def tell(name: str, one: dict[str, Any], other: dict[str, Any]) -> None:
         nonlocal wrong
-        difference = first_difference(one, other, arguments.allow_norm)
+        difference = first_difference(one, other)
         wrong += difference is not None
         print(f"PASS  {name}" if difference is None else f"FAIL  {name}: {difference}", flush=True)
 
@@ -285,14 +279,6 @@ def main() -> int:
     )
     parser.add_argument("--cases", metavar="REGEX", default="", help="Only cases whose name has this [default: all]")
     parser.add_argument("--gpu", action="store_true", help="Train on the GPU, one tree after the other.")
-    parser.add_argument(
-        "--allow-norm",
-        metavar="R",
-        type=float,
-        default=0.0,
-        help="Let norms differ by this share of them. Runs then never clip, so that the norm reaches nothing but the "
-        "log, and all else still has to be equal [default: 0]",
-    )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
-from tokenizers import decoders
+from tiny_runs import chat_model, with_commands
 
 from llmq.cli import launch
 from llmq.cli.train import options_of
@@ -19,32 +18,20 @@ from llmq.model.config import to_hf
 from llmq.report.read import read_log
 
 ROOT = Path(__file__).parents[1]
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-CHAT_TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 SMALL = {"device": "cpu", "seq_len": "64", "batch_size": "2", "grad_accumulation": "1", "steps": "3"}
 FLAGS = [f"--{key}={value}" for key, value in SMALL.items()]
-COMMANDS = {"llmq-train": "train", "llmq-launch": "launch", "tokenize-data": "tokenize_data", "llmq-plot": "plot"}
 
 
 @pytest.fixture
 def example(tmp_path):
     """A function that runs an example in an empty folder, and returns that folder and what the example printed."""
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    model = save(tokenizer, tmp_path / "model", {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
+    model = chat_model(tmp_path / "model")
     (model / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "bf16")))
     rows = [{"question": f"What is {n} and 1?", "answer": f"It is {n + 1}."} for n in range(40)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "text.txt").write_text("The ships of the king are at sea, and so is he.\n" * 100)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"Ship {n}."}) + "\n" for n in range(40)))
-    (tmp_path / "bin").mkdir()
-    for command, module in COMMANDS.items():
-        shim = tmp_path / "bin" / command
-        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmq.cli.{module} "$@"\n')
-        shim.chmod(0o755)
-    environ = {**os.environ, "MODEL": str(model), "LLMQ_CACHE_DIR": str(tmp_path / "cache")}
-    environ |= {"PYTHONPATH": str(ROOT), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    environ |= {"MPLCONFIGDIR": str(tmp_path / "cache"), "OPENBLAS_NUM_THREADS": "1"}
+    environ = {**with_commands(tmp_path), "MODEL": str(model), "MPLCONFIGDIR": str(tmp_path / "cache")}
 
     def run(name, *arguments, **variables):
         program = "bash" if name.endswith(".sh") else sys.executable

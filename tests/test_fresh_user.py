@@ -9,17 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_tokenizers import EOS, byte_level, save
-from tiny_runs import folder, write_weights
-from tokenizers import decoders
+from tiny_runs import chat_model, folder, with_commands, write_weights
 
 from llmq.report.read import read_log
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-PROGRAMS = {"llmq-train": "train", "llmq-launch": "launch", "llmq-generate": "generate"}
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-CHAT_TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def command(start):
@@ -31,21 +26,14 @@ def command(start):
 @pytest.fixture
 def shell(tmp_path):
     """A folder with a model and chats, as the README calls them; starts a line in it, as a terminal does."""
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    files = save(tokenizer, tmp_path / "tokenizer", {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
+    files = chat_model(tmp_path / "tokenizer")
     write_weights(
         folder(tmp_path / "source", vocab_size=420, max_position=1024), tmp_path / "my-model", tokenizer=files
     )
     asked = [({"role": "user", "content": f"What is {n} and 1?"}, n + 1) for n in range(1000)]
     rows = [{"messages": [user, {"role": "assistant", "content": f"It is {n}."}]} for user, n in asked]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "bin").mkdir()
-    for name, module in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmq.cli.{module} "$@"\n')
-        (tmp_path / "bin" / name).chmod(0o755)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    environ |= {"LLMQ_CACHE_DIR": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    environ = {**with_commands(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     return lambda line: subprocess.Popen(["bash", "-c", line], cwd=tmp_path, env=environ, **options)
 

@@ -44,39 +44,13 @@ def test_what_differs_is_named(monkeypatch, tmp_path, capsys):
     ]
     found = [Case(c.name, {"model": f"../../{TIED}", **BF16, **c.options}, old=c.old) for c in found]
     monkeypatch.setattr(side_by_side_cases, "cases", lambda: found)
-    arguments = Namespace(against=str(ROOT), cases="", gpu=False, allow_norm=0.0)
+    arguments = Namespace(against=str(ROOT), cases="", gpu=False)
     assert side_by_side.compare(arguments, tmp_path) == 3
     seed, decay, same, refused, _ = capsys.readouterr().out.splitlines()
     assert seed.startswith("FAIL  seed: train record of step 1: loss 5.")
     assert decay.startswith("FAIL  decay: model.embed_tokens.weight: ") and " numbers, by up to " in decay
     assert same == "PASS  same"
     assert refused.startswith("FAIL  refused: the older tree: UsageError: --lr-schedule steep")
-
-
-def test_only_the_norm_may_differ_where_that_is_allowed(monkeypatch):
-    monkeypatch.setattr(side_by_side, "_first_weights", lambda *folders: None)
-
-    def result(**changes):
-        record = {"step": 2, "loss": 5.0, "norm": 2.0, **changes}
-        return {"error": None, "folder": "", "records": [[("train", record)]]}
-
-    def difference(room, **changes):
-        return side_by_side.first_difference(result(), result(**changes), room)
-
-    assert difference(0.0) is None and difference(1e-6, norm=2.000001) is None
-    assert difference(0.0, norm=2.000001) == "train record of step 2: norm 2.0 and 2.000001"
-    assert difference(1e-6, norm=2.00001) and difference(1e-6, loss=5.000001) and difference(1e-6, norm="NaN")
-
-
-@pytest.mark.slow
-def test_norms_that_may_differ_reach_nothing_else(monkeypatch, tmp_path, capsys):
-    """The clip is off in both trees, whatever they are asked for."""
-    (case,) = (case for case in cases() if case.name == "fp32, linear schedule")
-    found = [Case("clip", case.options, old={"grad_clip": 0.125})]
-    monkeypatch.setattr(side_by_side_cases, "cases", lambda: found)
-    arguments = Namespace(against=str(ROOT), cases="", gpu=False, allow_norm=1e-6)
-    assert side_by_side.compare(arguments, tmp_path) == 0
-    assert capsys.readouterr().out.startswith("PASS  clip\n1 of 1 cases")
 
 
 def test_the_older_tree_is_that_of_a_commit(tmp_path):

@@ -3,11 +3,16 @@
 import hashlib
 import io
 import json
+import os
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
+from tokenizers import decoders
 
 from llmq.data.batches.rows import RowForm
 from llmq.data.batches.streaming import StreamedRows
@@ -23,11 +28,32 @@ from llmq.options.data import ModelOptions
 from llmq.options.field import flag
 
 T = 16
+ROOT = Path(__file__).parents[1]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+CHAT_TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 ANYWHERE = {  # mpirun as any user, with more processes than cores
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+
+def with_commands(folder):
+    """The environment of a shell in which our commands are those of this checkout."""
+    (folder / "bin").mkdir()
+    for name in re.findall(r'^([\w-]+) = "llmq.cli.start:', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE):
+        module = name.removeprefix("llmq-").replace("-", "_")
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llmq.cli.{module} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
+    own = {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "OPENBLAS_NUM_THREADS": "1"}
+    return {**os.environ, **own, "LLMQ_CACHE_DIR": str(folder / "cache")}
+
+
+def chat_model(folder):
+    """A tokenizer's folder, with a template that ends each turn with EOS."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    return save(tokenizer, folder, {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
 
 
 def folder(path, **changes):

@@ -1,20 +1,16 @@
 """`llmq-bench op`: the different calls of a one-layer plan, their work, and the rows that it prints."""
 
 import json
-import sys
-from contextlib import contextmanager
 
 import fake_gpu
 import pytest
 from fake_cuda import RTX_4090, FakeDriver
 from tiny_engines import FP8, FP32, plan_of, tiny
 
-from llmq.bench import op as bench_op
 from llmq.bench.ladder import CallWork, Ceilings
 from llmq.bench.op import OpCall, different_calls, one_layer
 from llmq.cli import bench, shell
 from llmq.engine.measure import Clock
-from llmq.errors import UsageError
 from llmq.model.config import to_hf
 from llmq.ops.seam import record
 
@@ -76,23 +72,6 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
     assert rows and all(record(row[0].removeprefix("| ")).is_linear and float(row[4]) > 0 for row in rows)
 
 
-def test_what_is_timed_shows_how_far_it_is(shape, capsys, monkeypatch):
-    """On stderr, where rows go elsewhere; rows stay as they are."""
-    monkeypatch.setattr(
-        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
-    )
-    told = []
-
-    @contextmanager
-    def task(self, title, **settings):
-        yield lambda done, total: told.append((self.stream is sys.stderr, title.partition(" of ")[0], done, total))
-
-    monkeypatch.setattr(bench_op.Screen, "task", task)
-    assert run("swiglu_*", *shape, "--dtypes=fp32") == 0
-    assert told == [(True, "Timing the ops", 1, 2), (True, "Timing the ops", 2, 2)]
-    assert capsys.readouterr().out.count("| swiglu_") == 2
-
-
 def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
     """The GPU's way through the command, with the host in the place of the GPU."""
     fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
@@ -112,23 +91,6 @@ def test_the_list_measures_nothing(shape, capsys, monkeypatch):
     assert run("--list", *shape) == 0
     told = capsys.readouterr().out.splitlines()
     assert "swiglu_forward | 2x16x64 <- 2x16x128 | bf16 <- bf16 | 0.0" in told and len(told) == len(set(told))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["matmul"], "no op of a training step matches 'matmul': known are embedding_forward, rmsnorm_forward, "),
-        (["--dtypes=int4"], "--dtypes int4: known are fp32, bf16, e4m3"),
-    ],
-)
-def test_bad_input_is_one_message(arguments, says, shape, capsys):
-    assert run(*arguments, *shape) == UsageError.exit_code
-    assert says in capsys.readouterr().err
-
-
-def test_options_of_training_are_refused_before_an_op(capsys):
-    assert shell.run(bench.command, ["--save=x.json", "--steps=3", "op", "--list"]) == 2
-    assert "--steps, --save: not for llmq-bench op" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -112,20 +112,6 @@ def test_what_is_too_large_for_one_gpu_is_measured_on_all(shape, monkeypatch, ca
     assert "too large for one GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--zero-levels=1"], "--zero-levels is for several GPUs: add --gpus N"),
-        (["--no-memcpy-all-gather"], "--memcpy-all-gather is for several GPUs: add --gpus N"),
-        (["--gpus=2", "--zero-levels=1,4"], "--zero-levels 4 is above the largest value: use 3 or less"),
-        (["--gpus=2"], "--gpus 2 counts GPUs, but --device is cpu"),
-    ],
-)
-def test_bad_input_is_one_message(arguments, says, capsys):
-    assert shell.run(bench.command, [*arguments, "--device=cpu"]) == 2
-    assert says in capsys.readouterr().err
-
-
 def test_tokens_of_a_step_are_whole_micro_batches_of_all(shape):
     with pytest.raises(UsageError, match="not a multiple of micro-batches of 2 x 16, on 3 GPUs: use 96"):
         on_ranks(shape, 3)

@@ -1,7 +1,6 @@
 """The command: what is chosen where nothing is asked, what is refused, what is printed and saved."""
 
 import json
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,12 +13,12 @@ from llmq.bench import configuration
 from llmq.bench import run as bench_run
 from llmq.bench.configuration import Configuration, configurations
 from llmq.bench.ladder import Ceilings, Machine
-from llmq.bench.run import measured, tokens_in_time
+from llmq.bench.run import measured
 from llmq.cli import bench, shell
 from llmq.disk import size_bytes
 from llmq.engine.measure import paced
 from llmq.engine.predict import step_seconds, sustained
-from llmq.errors import MemoryLimitError, StorageError, UsageError
+from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
 from llmq.hardware import cuda_libraries, device, nvml
 from llmq.hardware.device import CPU, Device
@@ -124,47 +123,6 @@ def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
     assert run([*sizes, "--dtypes=fp32", "--batch-size=1,2"]) == 0
     assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in capsys.readouterr().out
     assert run([*sizes, "--dtypes=fp32", "--batch-size=2"]) == MemoryLimitError.exit_code
-
-
-def test_a_measurement_reports_its_steps(shape, monkeypatch):
-    seen = []
-
-    @contextmanager
-    def task(self, title):
-        yield lambda done, total: seen.append((title, done, total))
-
-    monkeypatch.setattr("llmq.screen.Screen.task", task)
-    assert run([*shape, "--dtypes=fp32"]) == 0
-    title = f"Measuring {shape[0].partition('=')[2]} fp32 2x16"
-    assert seen == [(title, 1, 3), (title, 2, 3), (title, 3, 3)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--models=Qwen2.5-0.6B"], 2, ["Qwen2.5-0.5B"]),
-        (["--batch-size=3", "--seq-len=100", "--tokens-per-step=524288"], 2, ["not a multiple", "use 524100"]),
-        (["--seq-len=100", "--tokens-per-step=128"], 2, ["--tokens-per-step 128", "use 100"]),
-        (["--dtypes=int4", "--models=none,Qwen2.5-0.5B"], 2, ["--dtypes int4", "--models none: there is no preset"]),
-        (["--models=Qwen2.5-0.5B", "--fp8-scaling=current"], 2, ["--fp8-scaling current is for e4m3 matmuls"]),
-        (["--models=Qwen2.5-0.5B", "--dtypes=e4m3", "--fp8-scaling=x"], 2, ["--fp8-scaling", "delayed"]),
-        (["--batch-size=1,x,0"], 2, ["--batch-size 0 is below the least value: use 1 or more"]),
-        (["--batch-size=1,3", "--seq-len=16", "--tokens-per-step=64"], 2, ["micro-batches of 3 x 16: use 48"]),
-    ],
-)
-def test_bad_input_is_one_message(arguments, code, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run([*arguments, "--device=cpu"]) == code
-    told = capsys.readouterr().err
-    assert all(part in told for part in says), told
-    assert "Traceback" not in told
-
-
-def test_a_place_that_takes_no_file_is_told_before_anything_is_measured(shape, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda *a: pytest.fail("measured"))
-    for place, why in ((tmp_path, "Is a directory"), (tmp_path / "none" / "out.json", "No such file or directory")):
-        assert run([*shape, f"--save={place}"]) == StorageError.exit_code
-        assert f"{place}: cannot be written ({why}): name another place" in " ".join(capsys.readouterr().err.split())
 
 
 def test_fp8_on_a_card_without_it_is_an_error_with_the_fix():
@@ -328,35 +286,6 @@ def test_what_does_not_fit_is_left_out_of_the_choice_and_refused_if_it_was_named
         choose(GPU_4090)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_backends_are_opened_with_the_attention_that_was_asked_for(strict, memory, monkeypatch):
-    """The one that plans and the one that runs."""
-    memory(2**40)
-    opened, real = [], configuration.open_backend
-
-    def opening(kind, **settings):
-        opened.append((kind, settings["deterministic"]))
-        return real(kind, **settings)
-
-    monkeypatch.setattr(configuration, "open_backend", opening)
-    choose(GPU_4090, BenchOptions(dtypes=("bf16",)), deterministic=strict)
-    assert opened == 2 * [("cuda", strict), ("planned", strict)]
-
-
-@pytest.mark.slow
-def test_the_other_attention_is_offered_where_it_would_fit(memory):
-    (small, _), seen = memory(2**40)
-    request = BenchOptions(models=(small,), dtypes=("bf16",), batch_size=(4,), seq_len=4096)
-    for strict in (True, False):
-        choose(GPU_4090, request, attn_bwd_chunks=1, deterministic=strict)
-    whole, relaxed = (plan.total_bytes for _, plan in seen)
-    assert relaxed < whole
-    memory(relaxed)
-    with pytest.raises(MemoryLimitError, match=r"(?m)^\d .*  --no-deterministic$"):
-        choose(GPU_4090, request, attn_bwd_chunks=1)
-    choose(GPU_4090, request, attn_bwd_chunks=1, deterministic=False)
-
-
 def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     """A batch that is chosen gets smaller instead, as it did when chunks had to be asked for."""
     (small, _), seen = memory(2**40)
@@ -370,14 +299,6 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     assert again[0][1].spec.memory == chunked.spec.memory and again[0][1].spec.batch_size == 4
     choose(GPU_4090, request.model_copy(update={"batch_size": ()}))
     assert again[1][1].spec.memory.attention_chunks == 1 and again[1][1].spec.batch_size < 4
-
-
-def test_tokens_are_halved_until_they_are_measured_in_time():
-    plan = SimpleNamespace(spec=SimpleNamespace(batch_size=4, seq_len=100))
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 40) == 4000
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 39) == 2000
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 9.9) == 800, "whole micro-batches"
-    assert tokens_in_time(4000, plan, 10, 1e-3, left_s=bench_run.START_S + 3) is None
 
 
 def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, capsys):

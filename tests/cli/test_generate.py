@@ -237,25 +237,10 @@ def test_a_stream_has_the_pieces_of_the_answers(model):
     assert "e" not in "".join(one.text for one in found)
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"temprature": 1, "zzzz": 2}, r"no setting temprature \(did you mean temperature\?\), zzzz"),
-        (
-            {"max_tokens": 1.5, "top_p": "1.9", "dtype": "fp16", "stop": [5]},
-            r"-tokens 1\.5 is not a whole .*\n  --stop 5: use a .*\n  --top-p 1\.9 is above .*\n  --dtype fp16 is not",
-        ),
-        (
-            {"samples": 5000, "temperature": float("nan")},
-            r"--samples 5000 is above .* 4096 or less\n  --temperature nan is not a finite",
-        ),
-        ({"model": None}, "the model is None: give the path of a folder"),
-        ({"prompts": {"role": "user", "content": "Aye"}}, "prompt 1 is {.*}: give a text, a chat"),
-    ],
-)
-def test_what_the_function_cannot_do_is_one_message(model, more, says):
+def test_all_that_the_function_cannot_do_is_one_message(model):
+    says = r"-tokens 1\.5 is not a whole .*\n  --stop 5: use a .*\n  --top-p 1\.9 is above .*\n  --dtype fp16 is not"
     with pytest.raises(errors.UsageError, match=says):
-        llmq.generate(**{"model": model, "prompts": "Aye", "device": "cpu", **more})
+        llmq.generate(model, "Aye", device="cpu", max_tokens=1.5, top_p="1.9", dtype="fp16", stop=[5])
 
 
 def test_a_preset_writes_with_the_tokenizer_of_its_family_and_needs_none_for_tokens(run, model, tmp_path, monkeypatch):

@@ -42,37 +42,6 @@ SILICON = {
     "RTX PRO 6000 Server": (1024, 2600),
     "GB10": (1024, 2520),
 }
-# TFLOP/s in fp32 as NVIDIA's pages have them; the bf16 rate is so many times that.
-PUBLISHED = {
-    2: """RTX 3050 9.1, RTX 3050 6GB 6.8, RTX 3060 12.7, RTX 3060 8GB 12.7,
-        RTX 3060 Ti 16.2, RTX 3070 20.3, RTX 3070 Ti 21.7, RTX 3080 29.8,
-        RTX 3080 12GB 30.6, RTX 3080 Ti 34.1, RTX 3090 35.6, RTX 3090 Ti 40, RTX 4060 15.1, RTX 4060 Ti 22.1,
-        RTX 4060 Ti 16GB 22.1, RTX 4070 29.1, RTX 4070 SUPER 35.5, RTX 4070 Ti 40.1, RTX 4070 Ti SUPER 44.1,
-        RTX 4080 48.7, RTX 4080 SUPER 52.2, RTX 4090 82.6, RTX 4090 D 73.5, RTX 5050 13.2, RTX 5060 19.2,
-        RTX 5060 Ti 23.7, RTX 5060 Ti 16GB 23.7, RTX 5070 30.9, RTX 5070 Ti 43.9, RTX 5080 56.3, RTX 5090 104.8""",
-    4: """RTX A400 2.7, RTX A1000 6.7, RTX A2000 8, RTX A2000 12GB 8, RTX A4000 19.2, RTX A4500 23.7, RTX A5000 27.8,
-        RTX A5500 34.1, RTX A6000 38.7, RTX 2000 Ada 12, RTX 4000 SFF Ada 19.2, RTX 4000 Ada 26.7, RTX 4500 Ada 39.6,
-        RTX 5000 Ada 65.3, RTX 5880 Ada 69.3, RTX PRO 2000 17""",
-}
-# Dense bf16 rates on data sheets, as half of what they say with sparsity, or an eighth of sparse fp4.
-TENSOR = """RTX A4000 76.7, RTX A4500 94.6, RTX A5000 111.1, RTX A6000 154.8, RTX 4090 165.2, RTX 5090 209.5,
-    RTX 2000 Ada 48, RTX 4000 Ada 106.9, RTX 5000 Ada 261.1, RTX PRO 2000 68.1, RTX PRO 4000 147.3, RTX PRO 4500 210.9,
-    RTX PRO 5000 258, RTX PRO 4000 SFF 96.25, RTX PRO 5000 72GB 258"""
-
-
-def published(text):
-    """Rates by card."""
-    return {name: float(rate) for name, _, rate in (part.strip().rpartition(" ") for part in text.split(","))}
-
-
-@pytest.mark.parametrize("times", PUBLISHED)
-def test_rates_that_follow_from_the_silicon_are_those_that_are_published(times):
-    for name, fp32 in published(PUBLISHED[times]).items():
-        card = gpus.named(name)
-        assert card.name == name and card.fp32 == pytest.approx(fp32, rel=0.02), name
-        assert card.bf16 == pytest.approx(times * card.fp32, rel=0.02), name
-    for name, bf16 in published(TENSOR).items():
-        assert gpus.named(name).bf16 == pytest.approx(bf16, rel=0.013), name
 
 
 @pytest.mark.parametrize("card", gpus.FAMILIES, ids=lambda card: card.name)
@@ -113,33 +82,13 @@ def test_every_name_means_one_card():
             assert gpus.find(name) is gpus.find(f"NVIDIA {name}") is gpus.named(name) is card
 
 
-@pytest.mark.parametrize(
-    ("reported", "name"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
-        ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA H100 NVL", "H100 NVL"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
-        ("A100-SXM4-40GB", "A100 40GB"),
-        ("NVIDIA GH200 480GB", "GH200 96GB"),
-        ("NVIDIA B300 SXM6 AC", "B300"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Server"),
-        ("NVIDIA GB10", "GB10"),
-        ("NVIDIA GB200", "GB200"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA GeForce RTX 4080 SUPER", "RTX 4080 SUPER"),
-        ("NVIDIA GeForce RTX 4080 Laptop GPU", "RTX 4080 Laptop GPU"),
-        ("NVIDIA GeForce RTX 5060 Ti", "RTX 5060 Ti"),
-        ("NVIDIA RTX A6000", "RTX A6000"),
-        ("NVIDIA RTX A2000 12GB", "RTX A2000 12GB"),
-        ("NVIDIA RTX 5000 Ada Generation", "RTX 5000 Ada"),
-        ("NVIDIA RTX PRO 4500 Blackwell", "RTX PRO 4500"),
-    ],
-)
-def test_the_drivers_names_are_known(reported, name):
-    assert gpus.find(reported).name == name
+def test_the_drivers_names_are_known():
+    names = """NVIDIA H200 is H200, NVIDIA H100 80GB HBM3 is H100 SXM, NVIDIA A100-SXM4-80GB is A100 80GB,
+        A100-SXM4-40GB is A100 40GB, NVIDIA GH200 480GB is GH200 96GB, NVIDIA B300 SXM6 AC is B300,
+        NVIDIA GeForce RTX 4080 SUPER is RTX 4080 SUPER, NVIDIA GeForce RTX 4080 Laptop GPU is RTX 4080 Laptop GPU,
+        NVIDIA RTX 5000 Ada Generation is RTX 5000 Ada, NVIDIA RTX PRO 4500 Blackwell is RTX PRO 4500"""
+    for reported, name in (pair.split(" is ") for pair in " ".join(names.split()).split(", ")):
+        assert gpus.find(reported).name == name
 
 
 @pytest.mark.parametrize(

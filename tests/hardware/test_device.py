@@ -222,25 +222,6 @@ def test_an_unknown_card_is_measured_and_the_log_says_so(machine, monkeypatch):
     assert device.system_facts(picked)["peak"] == "101 TFLOP/s bf16, measured, since this card is not in llmq's table"
 
 
-def test_the_rate_of_a_gpu_is_that_of_its_fastest_product(monkeypatch):
-    """CuPy's events tell milliseconds; a square product is 2*n^3 operations."""
-    times = iter([5.0, *[2.0] * 9])
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    cupy = SimpleNamespace(
-        cuda=SimpleNamespace(Event=lambda: event, get_elapsed_time=lambda start, end: next(times)),
-        asarray=lambda values: values,
-        matmul=lambda a, b, out=None: a if a.dtype == np.float16 else pytest.fail("dtype"),
-        get_default_memory_pool=lambda: SimpleNamespace(free_all_blocks=lambda: None),
-    )
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(device, "CUDA_PEAK_SIZE", 64)
-    device.measured_cuda_peak.cache_clear()
-    try:
-        assert device.measured_cuda_peak("fp16") == pytest.approx(2 * 64**3 / 2e-3)
-    finally:
-        device.measured_cuda_peak.cache_clear()
-
-
 def test_facts_name_what_is_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "tokenizers", raising=False)
     facts = device.system_facts()

@@ -120,25 +120,6 @@ def test_the_node_of_a_gpu_is_known_where_there_are_several(tmp_path):
     assert numa_node("0000:18:00.0", tmp_path) is None and numa_node("0000:19:00.0", tmp_path) is None
 
 
-def test_memory_is_bound_by_what_the_kernel_is_told(monkeypatch):
-    """mbind(address, bytes, MPOL_PREFERRED, mask, bits, 0): a full node is no reason to end the process."""
-    calls, block = [], reserved(8192)
-
-    class Library:
-        def syscall(self, number, address, size, mode, mask, bits, flags):
-            calls.append((number.value, address.value, size.value, mode, list(mask), bits.value, flags))
-            return -1
-
-    monkeypatch.setattr(host_memory, "_library", Library)
-    monkeypatch.setattr(os, "uname", lambda: type("", (), {"machine": "x86_64"}))
-    assert not bind(block, 70)
-    (number, address, size, mode, mask, bits, flags) = calls[0]
-    assert (number, address, size, mode, bits, flags) == (237, block.ctypes.data, 8192, 1, 1024, 0)
-    assert [(i, word) for i, word in enumerate(mask) if word] == [(1, 1 << 6)] and len(mask) == 16
-    monkeypatch.setattr(os, "uname", lambda: type("", (), {"machine": "riscv64"}))
-    assert not bind(block, 0) and len(calls) == 1
-
-
 def test_the_kernel_takes_pages_from_the_node(tmp_path):
     """On this machine, which has node 0: the policy that the kernel notes for the addresses."""
     block = reserved(1 << 21)

@@ -14,84 +14,6 @@ from llmq.options.maths import ScheduleOptions
 from llmq.options.parse import SECTIONS, Options, changed, continue_command, descriptions, spellings
 
 NEEDED = {"model": "Qwen/Qwen2.5-0.5B", "train_file": "train.bin"}
-UNSET = """
-    revision tokenizer weight eval_file global_batch_size packing max_docs data eval_fraction data_format map
-    prompt_template chat_template train_on gradient_dtype fp8_scaling head_dtype bf16_layers fp8_layers log_fp8_every
-    vocab_size steps warmup_ratio min_lr sample_prompts save_best continue reset export_dtype gpu ray_address
-    reduce_dtype memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
-    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
-    prompt_tuning prompt_init prompt_init_text prefix_tuning
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
-    adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg
-"""
-OFF = """
-    from_scratch init_proj_to_zero streaming fp8_fallback recompute_swiglu recompute_norm recompute_ffn
-    fit recompute_qkv recompute_att recompute_block overwrite export_anyway dry_run
-    offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer offload_gradients
-    offload_quants use_zero_copy write_combined stream_weights fused_update
-    shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge
-"""
-DEFAULTS = {
-    **dict.fromkeys(UNSET.split()),
-    **dict.fromkeys(OFF.split(), False),
-    "batch_size": 4,
-    "grad_accumulation": 4,
-    "seq_len": 1024,
-    "preamble": True,
-    "overlong": "turns",
-    "skip_bad_rows": 0,
-    "persistent_quants": True,
-    "model_dtype": "bf16",
-    "matmul_dtype": "bf16",
-    "opt_m_dtype": "fp32",
-    "opt_v_dtype": "fp32",
-    "master_dtype": "bf16",
-    "grad_accum_dtype": "bf16",
-    "lmhead_chunks": 0,
-    "attn_bwd_chunks": "auto",
-    "zero_level": 1,
-    "gradient_compression": "none",
-    "epochs": 1.0,
-    "learning_rate": 1e-05,
-    "lr_schedule": "constant",
-    "warmup": 0,
-    "cooldown": 0,
-    "final_lr_fraction": 1.0,
-    "beta_1": 0.9,
-    "beta_2": 0.95,
-    "adam_epsilon": 1e-08,
-    "weight_decay": 0.1,
-    "seq_tiles": 1,
-    "grad_clip": 1.0,
-    "clip_by": "this",
-    "optimizer": "adamw",
-    "momentum": None,
-    "nesterov": False,
-    "z_loss": 0.0,
-    "neftune_alpha": 0.0,
-    "name": "Qwen2.5-0.5B",
-    "log_file": "runs/Qwen2.5-0.5B/log.jsonl",
-    "log_every": 1,
-    "eval_every_n_steps": 100,
-    "eval_num_steps": 100,
-    "final_eval": "sample",
-    "sample_tokens": 64,
-    "verbosity": 0,
-    "log_gpu_util": 0,
-    "checkpoint_dir": "runs/Qwen2.5-0.5B/checkpoints",
-    "ckpt_interval": 100,
-    "ckpt_keep_n": 2,
-    "ckpt_major": 0,
-    "out_dir": "runs/Qwen2.5-0.5B/model",
-    "device": "auto",
-    "gpus": 1,
-    "use_cuda_graphs": True,
-    "deterministic": True,
-    "seed": 0,
-    "launcher": "auto",
-    "restart_failed": 0,
-}
 
 
 def parse(**given):
@@ -103,10 +25,6 @@ def problems(**given):
     with pytest.raises(UsageError) as error:
         parse(**given)
     return [line.strip() for line in str(error.value).splitlines()]
-
-
-def test_defaults_are_those_of_the_manual():
-    assert parse().to_flat() == {"model": "Qwen/Qwen2.5-0.5B", "train_file": ["train.bin"], **DEFAULTS}
 
 
 def test_what_is_needed_is_said():
@@ -207,27 +125,6 @@ def test_spellings_and_text_are_read_alike(spelling, value):
     [
         ("per_device_train_batch_size", "batch_size", 8),
         ("batch", "batch_size", 8),
-        ("gradient_accumulation_steps", "grad_accumulation", 2),
-        ("max_seq_length", "seq_len", 64),
-        ("seq_length", "seq_len", 64),
-        ("max_steps", "steps", 30),
-        ("num_train_epochs", "epochs", 3.0),
-        ("warmup_steps", "warmup", 5),
-        ("lr_scheduler_type", "lr_schedule", "linear"),
-        ("max_grad_norm", "grad_clip", 0.5),
-        ("adam_beta1", "beta_1", 0.8),
-        ("adam_beta2", "beta_2", 0.99),
-        ("output_dir", "out_dir", "here"),
-        ("overwrite_output_dir", "overwrite", True),
-        ("save_steps", "ckpt_interval", 7),
-        ("save_total_limit", "ckpt_keep_n", 3),
-        ("eval_steps", "eval_every_n_steps", 7),
-        ("logging_steps", "log_every", 7),
-        ("run_name", "name", "night"),
-        ("zero_stage", "zero_level", 3),
-        ("lora_r", "lora_rank", 8),
-        ("sequence_len", "seq_len", 64),
-        ("cutoff_len", "seq_len", 64),
         ("gradient_checkpointing", "recompute_block", True),
         ("activation_checkpointing", "recompute_block", True),
         ("resume_from_checkpoint", "continue", 7),

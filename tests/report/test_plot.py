@@ -18,7 +18,7 @@ from llmq.options.run import LogOptions
 from llmq.report.plot import Summary, plot_runs, smoothed, summarize, table
 from llmq.report.read import read_log, read_runs
 from llmq.training.log import RunLog
-from llmq.training.records import EvalRecord, TrainRecord
+from llmq.training.records import EvalRecord
 
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
@@ -115,34 +115,6 @@ def test_names_are_drawn_and_printed_as_they_are(
     assert drawn[0].axes[0].get_legend().get_texts()[0].get_text() == shown
     assert shell.run(plot.command, [runs[0], "-o", str(tmp_path / "out.svg")]) == 0
     assert drawn[1].texts[0].get_text() == shown
-
-
-def test_the_legend_is_where_the_curve_is_not(tmp_path: Path, drawn: list[Figure]) -> None:
-    """A loss that ends high up on the right, as after a divergence."""
-    run = write_run(tmp_path / "a")
-    with RunLog(LogOptions(name="a", log_file=str(run / "log.jsonl")), io.StringIO()) as log:
-        log.begin(resume_step=30)
-        for step in range(31, 61):
-            log.train(TrainRecord(step, step / 30, 7.0, 1.0, 1e-4, 100.0, 512, 512))
-    plot_runs(read_runs([run]), tmp_path / "out.png")
-    axes = drawn[0].axes[0]
-    box = axes.get_legend().get_window_extent()
-    line = axes.transData.transform(axes.lines[0].get_xydata())
-    assert not any(box.contains(*point) for point in line)
-
-
-def test_a_full_disk_leaves_no_half_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmq import disk
-
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.os, "fsync", full)
-    (tmp_path / "out.png").write_bytes(b"before")
-    with pytest.raises(StorageError, match="No space left"):
-        plot_runs(read_runs([write_run(tmp_path / "a")]), tmp_path / "out.png")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out.png"]
-    assert (tmp_path / "out.png").read_bytes() == b"before"
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:

@@ -27,33 +27,18 @@ COMMAND_LINES = {
     ("llmq-train", 2): r"""
 --seq-len 0 | --seq-len 0 is below the least value: use 1
 --seq-len 1.5 | --seq-len 1.5 is not a whole number: Tokens
---seq-len x | --seq-len x is not a whole number: Tokens per
---seq-len 99999999999999999999 | --seq-len 99999999999999999999 is above the
 --batch-size 0 | --batch-size 0 is below the least value: use
 --epochs nan | --epochs nan is not a finite number
---epochs -1 | --epochs -1 is too small: use more than 0
 --learning-rate nan | --learning-rate nan is not a finite number
---learning-rate fast | --learning-rate fast is not a number: Peak
 --beta-1 1 | --beta-1 1 is too large: use less than 1
---adam-epsilon 0 | --adam-epsilon 0 is too small: use more than 0
---seed 99999999999999999999999999 | --seed 99999999999999999999999999 is above
---warmup 5 --steps 3 | --warmup 5 and --cooldown 0 need 5 steps, but
---warmup-ratio 2 | --warmup-ratio 2 is above the largest value
 --cooldown 9 --steps 3 | --warmup 0 and --cooldown 9 need 9 steps, but
---min-lr 1 | --min-lr 1 is above the --learning-rate
 --lr-schedule cosnie | --lr-schedule cosnie is not one of cosine
---model-dtype fp16 | --model-dtype fp16: fp16 needs its loss
---model-dtype bf61 | --model-dtype bf61 is not one of bf16, fp32
 --matmul-dtype fp4 | --matmul-dtype fp4 is not one of fp32, bf16
---bf16-layers 0,1 | --bf16-layers 0,1 is for e4m3 matmuls, but
 --bf16-layers layers.9 --matmul-dtype e4m3 | --bf16-layers layers.9: no such layer or site
 --bf16-layers 9,9 --matmul-dtype e4m3 | --bf16-layers 9,9: two numbers are the first
 --bf16-layers ' ' --matmul-dtype e4m3 | --bf16-layers : no such layer or site in a
---fp8-fallback | --fp8-fallback is for e4m3 matmuls, but
 --zero-level 0 --shard-weights | --zero-level 0 shares out nothing, and
---gradient-compression e4m3 --reduce-dtype bf16 | --gradient-compression e4m3 is what gradients
 --memcpy-all-gather | --memcpy-all-gather: copy engines are parts
---memcpy-send-recv | --memcpy-send-recv is for gradients that are
 --fused-update | --fused-update needs one micro-batch a step
 --fused-update --grad-accumulation 1 | --fused-update: the norm that --grad-clip 1
 --seq-tiles 7 | --seq-tiles 7 does not divide the 16 tokens
@@ -62,29 +47,20 @@ COMMAND_LINES = {
 --offload-quants --no-persistent-quants | --no-persistent-quants leaves no copies for
 --fit-may states | --fit-may states says what --fit may choose
 --memory-limit 16 | --memory-limit 16: give a size above 0 with
---memory-limit lots | --memory-limit lots: give a size above 0 with
 --host-memory-limit -1GiB | --host-memory-limit -1GiB: give a size above
 --gpu H200 | --gpu H200 plans for a GPU, but --device is
---gpus 2 --device cpu | --gpus 2 counts GPUs, but --device is cpu
---ray-address auto | --ray-address auto is for a Ray cluster: add
 --packing most | --packing most: give windows, true (the same
 --packing --no-packing | --packing and --no-packing are both given
---packing=no --no-packing | --packing and --no-packing are both given
 --no-packing --max-docs=3 | --max-docs 3 is for packed rows: add --packing
 --attn-bwd-chunks 0 | --attn-bwd-chunks 0 is below the least value: use 1 or more
---attn-bwd-chunks some | --attn-bwd-chunks some is not a whole number
 --packing --seq-len 1 | --seq-len 1: a document of one token has no
 --max-docs 3 | --max-docs 3 is for packed rows: add
 --max-docs 99 --packing | --max-docs 99 is more than the --seq-len 16
 --weight 1 --weight 2 | --weight is given 2 times and --train-file 1
---weight x | --weight x is not a number: Share of the
 --weight -1 | the weight -1.0 is not a number above 0
---global-batch-size 3 --batch-size 2 | --global-batch-size 3 is not a multiple of
---global-batch-size 8 --grad-accumulation 2 | --global-batch-size 8 and --grad-accumulation
 --eval-fraction 0.5 | --eval-fraction 0.5 is for --data: give that
 --streaming | --streaming is for --data: give that, or
 --lora-rank auto | --lora-rank auto is not a whole
---lora-budget 5 | ranks are no longer chosen by the first
 --lora-rank 4 --lora-targets q_porj | --lora-targets q_porj: no such linear map in
 --lora-rank 4 --lora-targets '' | --lora-targets '': no such linear map in a
 --lora-rank 4 --lora-targets 'layers.[0-' | --lora-targets layers.[0-: no such linear map
@@ -92,67 +68,33 @@ COMMAND_LINES = {
 --lora-rank 4 --lora-alpha-pattern q_proj=nan | --lora-alpha-pattern q_proj=nan: write
 --lora-rank 4 --lora-rank-pattern nothing=3 | --lora-rank-pattern nothing: no linear map
 --lora-rank 4 --train-also nothing | --train-also nothing: no module of the model
---lora-rank 4 --eva-rho 2 | EVA is no longer there: use
---lora-rank 4 --lora-init eva | --lora-init eva is not one of
---lora-rank 4 --adalora-beta1 0.5 | --adalora-beta1 0.5 is for --adalora: add that
---lora-rank 4 --adalora --dora | --dora does not go with --adalora: leave it
 --lora-rank 4 --adalora --adalora-target-rank 9 | --adalora-target-rank 9 is not below
 --lora-rank 999999 | --lora-rank 999999 is larger than
---dora | --dora is for adapters: add --lora-rank
 --merge | --merge is for adapters: add --lora-rank
 --ia3 nothing | --ia3 nothing: no such linear map in a model
---ia3 mlp --lora-rank 3 | --ia3 mlp trains gains, and --lora-rank is of
---adapters sweep.yaml | several adapters at once are no longer there
 --lisa 2 | LISA is no longer there: use --lora-rank 16
 --prompt-tuning 16 | --seq-len 16 counts the 16 virtual tokens
---prompt-tuning 2 --prefix-tuning 2 | --prompt-tuning 2 trains virtual tokens
 --prompt-tuning 2 --merge | --merge adds adapters to weights
---prompt-init random | --prompt-init random is for prompts: add
 --train-only nothing | --train-only nothing: no parameter of the
---train-only norm --lora-rank 2 | --train-only trains a part of the model, and
---adapter a --lora-rank 2 | --lora-rank 2 is of a new adapter, and
---adapter a --lora-alpha 2 | --lora-alpha 2 is said by --adapter a: leave
---name a/b | --name 'a/b' cannot be part of a path: use
---name .. | --name '..' cannot be part of a path: use
---out-dir '' | --out-dir '' is empty: give a path, or leave
 --out-dir x --checkpoint-dir x | --checkpoint-dir and --out-dir are both x
 --sample-prompts prompts.txt --eval-every-n-steps 0 | --sample-prompts prompts.txt shows
 --sample-prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
--v -q | -v, -q and --verbosity say the same: give one
 --reset data | --reset data is for a run that resumes: add
---from-scratch --tokenizer '' | --tokenizer '' is empty: give a path, or
---tokenizer m | --tokenizer m does not belong to the weights
---init-proj-to-zero | --init-proj-to-zero would overwrite the
 --revision v1 | --revision v1 is for models of the Hub, but m
 --model Qwen2.5-0.6B | --model Qwen2.5-0.6B: no such folder, and
---model '' | --model '' is empty: give a path
 --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
 --model Qwen2.5-7B --from-scratch --revision main | --revision main is for models of the Hub, but
 --model 'org name' | --model org name: no such folder, and there
 --model 'a/b c' | 'a/b c' is neither a local folder nor a name
 --model ü/ü | 'ü/ü' is neither a local folder nor a name on
---qlora | unknown option --qlora: use --lora-rank 16
---fp16 | unknown option --fp16: use --model-dtype
---nodes 2 | unknown option --nodes: start llmq-launch
---fsdp full_shard | unknown option --fsdp: use --zero-level 3
 --optim adafactor | unknown option --optim: use --optimizer adamw or sgd
---report-to wandb | unknown option --report-to: leave it out
---deepspeed_config ds.json | unknown option --deepspeed_config: use
---bf16 auto | unknown option --bf16: use --model-dtype bf16
---bacth-size 3 | unknown option --bacth-size: did you mean
---foo | unknown option --foo: llmq-train --help-all
--steps 3 | -steps: options have two dashes: use --steps
-stray.bin | unexpected stray.bin: every option starts
 --overwrite true | unexpected true: a flag takes no value
 --from-scratch=1 | Option '--from-scratch' does not take a value.
 --lr | Option '--lr' requires an argument.
 --model | Option '--model' requires an argument.
---config absent.yaml | --config absent.yaml cannot be read: No such
 --config m | --config m cannot be read: Is a directory
 --config tabs.yaml | --config tabs.yaml is not YAML
 --config list.yaml | --config list.yaml must hold lines of the
---config nested.yaml | nested.yaml:1: keys are flat: a key has one
---config twice.yaml | twice.yaml:2: model is given a second time
 --config unknown.yaml | unknown.yaml:3: unknown option --bacth-size
 --config config.yaml | config.yaml:1: config is for the command
 --config deep.yaml | --config deep.yaml is not YAML
@@ -193,7 +135,6 @@ stray.bin | unexpected stray.bin: every option starts
 --model bare --from-scratch --tokenizer t-torn | t-torn/tokenizer.json is not valid JSON
 --model bare --from-scratch --tokenizer t-list | t-list/tokenizer.json holds a JSON list, not
 --model bare --from-scratch --tokenizer t-spm | t-spm has only a sentencepiece
---model bare --from-scratch --tokenizer absent/t/x | there is no folder absent/t/x
 --model bare --from-scratch --tokenizer text.txt | text.txt is a file: give the folder that it
 --train-file absent.bin | absent.bin: cannot be read (No such file or
 --train-file 'absent*.bin' | no file matches absent*.bin: check the path
@@ -206,8 +147,6 @@ stray.bin | unexpected stray.bin: every option starts
 --train-file head.bin | head.bin is truncated: 20 bytes, of which the
 --train-file long.bin | long.bin has extra bytes: 2246 bytes, but 600
 --train-file sidecar.bin | sidecar.bin.json is not a sidecar of a token
---train-file chats.jsonl | chats.jsonl is not a token file: it starts
---train-file text.txt | text.txt is not a token file: it starts with
 --train-file /dev/null | /dev/null is not a file: give the path of a
 --eval-file absent.bin | absent.bin: cannot be read (No such file or
 --eval-file wide.bin | wide.bin: token 420 has the id 420, but the
@@ -239,12 +178,6 @@ stray.bin | unexpected stray.bin: every option starts
 --adapter a-ia3 | feedforward_modules (3): must be a pattern, a
 --adapter a-prompt | num_virtual_tokens ('x'): must be a valid
 --sample-prompts absent.txt | --sample-prompts absent.txt: cannot be read
---sample-prompts nothing.txt | --sample-prompts nothing.txt: has no prompt
---sample-prompts m | --sample-prompts m: cannot be read (Is a
---sample-prompts latin.txt | --sample-prompts latin.txt: cannot be read
---sample-prompts prompts.jsonl | prompts.jsonl:1: has no prompt (text)
---sample-prompts prompts-torn.jsonl | prompts-torn.jsonl:1: is no JSON
---sample-prompts prompts-deep.jsonl | prompts-deep.jsonl:1: is no JSON
 --continue | there is no checkpoint in runs/m/checkpoints
 --continue 5 | there is no checkpoint of step 5 in
 --continue absent/folder | there is no checkpoint at absent/folder; in
@@ -271,25 +204,15 @@ stray.bin | unexpected stray.bin: every option starts
 --prompt '' | prompt 1 has no tokens
 --prompt hi --samples 2 | --samples 2 would be the same answer each time
 --prompt hi --stop '' | --stop '': use a text that is not empty
---chat --prompts prompts.txt | give one of --prompt, --prompts and --chat
 --prompt hi --max-tokens 0 | --max-tokens 0 is below the least value
---prompt hi --max-tokens x | --max-tokens x is not a whole number
 --prompt hi --temperature -1 | --temperature -1 is below the least value
 --prompt hi --temperature nan | --temperature nan is not a finite number
---prompt hi --temperature inf | --temperature inf is not a finite number
---prompt hi --temperature hot | --temperature hot is not a number
 --prompt hi --top-p 0 | --top-p 0 is too small: use more than 0
---prompt hi --top-p nan | --top-p nan is not a finite number
 --prompt hi --top-k 5 | cut what is drawn from: give a --temperature above 0
 --prompt hi --device tpu | --device tpu is not one of auto, cpu, cuda
---prompt hi --dtype fp8 | --dtype fp8 is not one of bf16, fp32
 --prompt hi --out answers | --out takes JSON lines: give --json
 --prompt hi --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
---prompt hi --model 'a b/c' | 'a b/c' is neither a local folder nor a name
---prompt hi --model '' | --model '' is empty: give a path
---prompt hi --revision main | --revision main is for models of the Hub, but
 --prompt hi --bogus | --bogus
---prompt | Option '--prompt' requires an argument.
 --prompt hi --max-tokens 99999999 | the longest prompt and --max-tokens 99999999
 --prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
 --prompts prompts-minus.jsonl | token -1 of a prompt is not in the vocabulary
@@ -298,19 +221,11 @@ stray.bin | unexpected stray.bin: every option starts
 """,
     ("llmq-generate", 3): r"""
 --prompt hi --model ./absent | there is no folder ./absent
---prompt hi --model org/absent | there is no folder org/absent, and the model
---prompt hi --model m-json | m-json/config.json is not valid JSON
 --prompt hi --model bare --tokenizer m | bare has no model.safetensors or
 --prompt hi --model m-torn --tokenizer m | m-torn/model.safetensors is not a valid
---prompt hi --model m-less --tokenizer m | missing: model.embed_tokens.weight
---prompt hi --model m-shape --tokenizer m | model.embed_tokens.weight has shape [5, 32]
 --prompt hi --adapter absent | absent has no adapter_config.json: give a
 --prompt hi --adapter a-foreign | a-foreign does not fit the model: missing
---prompt hi --adapter a-rank | r ('two'): must be a valid integer
---prompt hi --adapter text.txt | text.txt has no adapter_config.json: give a
---prompt hi --tokenizer absent/t/x | there is no folder absent/t/x
 --prompt hi --tokenizer t-torn | t-torn/tokenizer.json cannot be loaded
---prompt hi --tokenizer t-list | t-list/tokenizer.json cannot be loaded
 --prompt hi --tokenizer t-config | t-config/tokenizer_config.json is not valid
 --prompt hi --tokenizer t-eos | t-eos/tokenizer_config.json names the
 --prompts absent.txt | --prompts absent.txt: cannot be read (No such
@@ -330,7 +245,6 @@ stray.bin | unexpected stray.bin: every option starts
 --prompts prompts.txt --out /proc/x | --out /proc/x: cannot be written (No such
 --prompts prompts.txt --out m | --out m: cannot be written (Is a directory)
 --prompts prompts.txt --out text.txt/x | --out text.txt/x: cannot be written (Not a
---prompts prompts.txt --out absent/x | --out absent/x: cannot be written (No such
 """,
     ("tokenize-data", 2): r"""
 --input text.txt --dataset gsm8k | give the data either as --dataset or as
@@ -343,11 +257,8 @@ stray.bin | unexpected stray.bin: every option starts
 --input text.txt --model '' | it is empty: give a path.
 --input text.txt --train-tokenizer 5 | 5 is not in the range x>=257.
 --input text.txt --train-tokenizer 300 | give the tokenizer either as --model or as
---input text.txt --train-tokenizer many | 'many' is not a valid integer range.
---input text.txt --eval-fraction 1 | 1.0 is not in the range 0<=x<1.
---input text.txt --eval-fraction -0.1 | -0.1 is not in the range 0<=x<1.
+--input text.txt --eval-fraction 1 | --eval-fraction 1 is too large: use less than 1
 --input text.txt --eval-fraction nan | nan is not a finite number
---input text.txt --eval-fraction x | x is not a number
 --input text.txt --overlong drop | --overlong drop is for rows of more than
 --input text.txt --overlong most --seq-len 8 | most is not one of turns, truncate
 --input text.txt --show 3 | --show is for data in rows, but text.txt is
@@ -356,17 +267,14 @@ stray.bin | unexpected stray.bin: every option starts
 --input text.txt --data-format messages | --data-format messages: for data in rows, but
 --input text.txt --map x | --map x: give OURS=THEIRS, for example
 --input text.txt --map a=b --map a=c | --map: a is given twice: give each of our
---input text.txt --map = | --map =: give OURS=THEIRS, for example
 --input text.txt --eos-token '<none>' | --eos-token <none> is not in the vocabulary
 --input text.txt --revision v1 | --revision v1 is for models of the Hub, but m
 --input chats.jsonl --train-on robot | --train-on robot: 'robot' is not a role: give
 --input chats.jsonl --train-on '' | --train-on : '' is not a role: give all
 --input chats.jsonl --data-format xml | --data-format xml is not one of tokens
---input chats.jsonl --chat-template '' | it is empty: give a path.
+--input chats.jsonl --chat-template '' | --chat-template '' is empty: give a path
 --input chats.jsonl --chat-template latin.jinja | --chat-template latin.jinja: cannot be read
 --input chats.jsonl --prompt-template broken.jinja | --prompt-template is not Jinja: Expected an
---bogus | --bogus
---input '' | it is empty: give a path.
 --input chats.jsonl --prompt-template absent.jinja | --prompt-template absent.jinja cannot be
 --input chats.jsonl --prompt-template m | --prompt-template m cannot be read: Is a
 """,
@@ -385,7 +293,6 @@ stray.bin | unexpected stray.bin: every option starts
 --input latin.txt | latin.txt has no line break within, so no
 --input latin.jsonl | latin.jsonl:1: not UTF-8: byte 13 of the row
 --input torn.jsonl | torn.jsonl:4: not JSON
---input list.jsonl | list.jsonl:1: an array, where a row is an
 --input number.jsonl | number.jsonl:1: a number, where a row is an
 --input columns.jsonl | columns.jsonl:1: the columns (a, b) match no
 --input roles.jsonl | roles.jsonl:1: message 1 has neither content
@@ -401,13 +308,8 @@ stray.bin | unexpected stray.bin: every option starts
 --input bad.jsonl.zst | bad.jsonl.zst: cannot be read
 --input train.bin | train.bin is not UTF-8: byte 32 is 0xa4
 --input m | m/tokenizer.json: not an array of rows
---input text.txt --model absent/t/x | there is no folder absent/t/x
---input text.txt --model t-torn | t-torn/tokenizer.json cannot be loaded
---input text.txt --model t-list | t-list/tokenizer.json cannot be loaded
 --input text.txt --model t-spm | t-spm has only a sentencepiece
---input text.txt --model t-config | t-config/tokenizer_config.json is not valid
 --input text.txt --model m-none | m-none has no tokenizer.json: give a folder
---input text.txt --model org/absent | there is no folder org/absent, and the model
 """,
     ("tokenize-data", 7): r"""
 --input text.txt --out-dir /proc/x | /proc/x/.partial.lock: cannot be written or
@@ -416,38 +318,21 @@ stray.bin | unexpected stray.bin: every option starts
 """,
     ("llmq-merge", 2): r"""
 --adapter a --adapter a | --adapter a is given twice: give it once
---adapter a --weight x | x is not a number
 --adapter a --weight nan | nan is not a finite number.
---adapter a --weight inf | inf is not a finite number.
 --adapter a --weight 1 --weight 2 | 2 --weight for 1 --adapter: give one for
 --adapter a --export-dtype int8 | 'int8' is not one of 'bf16', 'fp16', 'fp32'.
 --adapter a --base-dtype int4 | 'int4' is not one of 'fp32', 'bf16', 'e4m3'
---adapter a --revision v1 | --revision v1 is for models of the Hub, but m
 --adapter a --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
---adapter a --model 'a b/c' | 'a b/c' is neither a local folder nor a name
 --adapter '' | it is empty: give a path.
---adapter a --out-dir '' | it is empty: give a path.
---adapter a --bogus | --bogus
 --adapter a stray | Got unexpected extra argument (stray)
 --out-dir x | Missing option '--adapter'.
 """,
     ("llmq-merge", 3): r"""
 --adapter absent | absent has no adapter_config.json: give a
---adapter text.txt | text.txt has no adapter_config.json: give a
---adapter m | m has no adapter_config.json: give a folder
 --adapter a-foreign | a-foreign does not fit the model: missing
---adapter a-json | a-json/adapter_config.json is not valid JSON
---adapter a-type | a-type/adapter_config.json: peft_type
---adapter a-rank | r ('two'): must be a valid integer
---adapter a-regex | target_modules ('(q_proj'): '(q_proj' is not
---adapter a-torn | a-torn/adapter_model.safetensors is not a
---adapter a-empty | a-empty has no adapter_model.safetensors
 --adapter a --model ./absent | there is no folder ./absent
---adapter a --model m-json | m-json/config.json is not valid JSON
 --adapter a --model bare | bare has no model.safetensors or
 --adapter a --model m-less | missing: model.embed_tokens.weight
---adapter a --model m-torn | m-torn/model.safetensors is not a valid
---adapter a --model a | a is an adapter of its base model (it has
 """,
     ("llmq-merge", 7): r"""
 --adapter a --out-dir /proc/x | /proc is not a folder that can be written to
@@ -460,18 +345,7 @@ stray.bin | unexpected stray.bin: every option starts
 --gpu 'RTX 9999' | --gpu RTX 9999 is not a known card: give a
 --gpu -1GiB | --gpu -1GiB is not a known card: give a size
 --gpus 0 | --gpus 0 counts the GPUs of this machine, and
---gpus -1 | --gpus -1 is below the least value: use 0 or
---seq-len 0 | --seq-len 0 is below the least value: use 1
---zero-level 4 | --zero-level 4 is above the largest value
---matmul-dtype int8 | --matmul-dtype int8 is not one of fp32, bf16
 --lora-rank 4 --lora-targets nothing | --lora-targets nothing: no such linear map in
---dora | --dora is for adapters: add --lora-rank
---recompute-block=1 | Option '--recompute-block' does not take a
---bf16-layers 0,1 | --bf16-layers 0,1 is for e4m3 matmuls, but
---memory-limit lots | --memory-limit lots: give a size above 0 with
---model Qwen2.5-0.6B | --model Qwen2.5-0.6B: no such folder, and
---model '' | --model '' is empty: give a path
---model 'a b/c' | 'a b/c' is neither a local folder nor a name
 --seq-tiles 7 | --seq-tiles 7 does not divide the 4096 tokens
 --bogus | --bogus
 stray | Got unexpected extra argument (stray)
@@ -480,14 +354,8 @@ stray | Got unexpected extra argument (stray)
 """,
     ("llmq-estimate", 3): r"""
 --model ./absent | there is no folder ./absent
---model org/absent | there is no folder org/absent, and the model
---model m-json | m-json/config.json is not valid JSON
 --model m-moe | num_experts (8): mixtures of experts are not
---model m-none | m-none/config.json is absent: a Hugging Face
---model text.txt | text.txt is a file: give the folder that it
---adapter absent | absent has no adapter_config.json: give a
 --adapter a-foreign | a-foreign does not fit the model: missing
---adapter a-rank | r ('two'): must be a valid integer
 """,
     ("llmq-bench", 2): r"""
 --models nothing | --models nothing: there is no preset
@@ -497,45 +365,36 @@ stray | Got unexpected extra argument (stray)
 --dtypes '' | --dtypes ('',) is empty: give one value or
 --recompute everything | --recompute everything: known are swiglu
 --batch-size 0 | --batch-size 0 is below the least value: use
---batch-size 1,x | --batch-size x is not a whole number
---seq-len 0 | --seq-len 0 is below the least value: use 1
 --steps x | --steps x is not a whole number: Optimizer
 --batch-size 3 --seq-len 100 --tokens-per-step 524288 | --tokens-per-step 524288 is not a multiple of
 --gpus 2 | --gpus 2 counts GPUs, but --device is cpu
 --zero-levels 9 | --zero-levels 9 is above the largest value
 --zero-levels 1,3 | --zero-levels is for several GPUs: add --gpus
 --save '' | --save '' is empty: give a path, or leave
---device tpu | --device tpu is not one of auto, cuda, cpu
---lora-rank 0 | --lora-rank 0 is below the least value: use 1
 --lora-rank 4 --lora-targets nothing | --lora-targets nothing: no such linear map in
 --fp8-scaling current | --fp8-scaling current is for e4m3 matmuls
 --lmhead-chunks 7 | --lmhead-chunks 7 does not divide the 128
 --fit --batch-size 3 | --fit chooses the size of a micro-batch
---memory-limit x | --memory-limit x: give a size above 0 with its
 --bogus | --bogus
 stray | No such command 'stray'.
 --save x.json op | --save, --models, --device: not for
+--batch-size 1,3 --seq-len 16 --tokens-per-step 64 | micro-batches of 3 x 16: use 48
+--seq-len 100 --tokens-per-step 128 | --tokens-per-step 128 is not a multiple of 100
+--no-memcpy-all-gather | --memcpy-all-gather is for several GPUs: add
 """,
     ("llmq-bench", 7): r"""
 --save absent/x.json | absent/x.json: cannot be written (No such file
 --save m | m: cannot be written (Is a directory)
 --save /proc/x | /proc/x: cannot be written (
---save text.txt/x | text.txt/x: cannot be written (
 """,
     ("llmq-bench op", 2): r"""
---models nothing | --models nothing: there is no preset
---models '' | --models ('',) is empty: give one value or
 --dtypes int4 | --dtypes int4: known are fp32, bf16, e4m3
---seq-len 0 | --seq-len 0 is below the least value: use 1
 'nothing_*' | no op of a training step matches 'nothing_*'
-'[' | no op of a training step matches '[': known
 a b | Got unexpected extra argument (b)
 """,
     ("llmq-plot", 2): r"""
 run.jsonl --last 0 | 0 is not in the range x>=1.
-run.jsonl --last x | 'x' is not a valid integer range.
 run.jsonl -o out.gif | out.gif does not end in one of .png, .svg
-run.jsonl -o out | out does not end in one of .png, .svg, .pdf
 run.jsonl -o '' | it is empty: give a path.
 run.jsonl --bogus | --bogus
 '' | it is empty: give a path.
@@ -547,15 +406,11 @@ m | the folder m has no log.jsonl, and no .jsonl
 runs | the log runs/one/log.jsonl has no steps yet
 several | the folder several has no log.jsonl, and
 log.txt | the log log.txt is corrupt
-log.bin | the log log.bin is corrupt
 schema.jsonl | the log schema.jsonl has schema 99, this llmq
 steps.jsonl | the log steps.jsonl has no steps yet
 loss.jsonl | the log loss.jsonl is corrupt
-step.jsonl | the log step.jsonl is corrupt
 nan.jsonl | the log nan.jsonl is corrupt
 deep.jsonl | the log deep.jsonl is corrupt
-list.jsonl | the log list.jsonl is corrupt
-chats.jsonl | the log chats.jsonl is corrupt
 run.jsonl absent | there is no run folder or log at absent
 """,
     ("llmq-plot", 7): r"""
@@ -572,79 +427,51 @@ run.jsonl -o text.txt/x.png | is not a folder): choose another folder
 """,
     ("llmq-export-wandb", 3): r"""
 --log-file absent | there is no run folder or log at absent
---log-file m | the folder m has no log.jsonl, and no .jsonl
 --log-file log.txt | the log log.txt is corrupt
---log-file log.bin | the log log.bin is corrupt
---log-file steps.jsonl | the log steps.jsonl has no steps yet
---log-file loss.jsonl | the log loss.jsonl is corrupt
---log-file several | the folder several has no log.jsonl, and
 """,
     ("llmq-launch", 2): r"""
 --procs 2 | --model is needed: Model to train: a folder
 --procs 0 -- --model m --train-file train.bin | 0 is not in the range x>=1.
---procs x -- --model m --train-file train.bin | 'x' is not a valid integer range.
 --procs 2 --gpus 2 -- --model m --train-file train.bin | give --gpus N for GPUs, or --procs N for
---gpus -1 -- --model m --train-file train.bin | -1 is not in the range x>=0.
 --nodes 2 --procs 1 -- --model m --train-file train.bin | --nnodes 2 needs --master-addr and
---nnodes 0 --procs 1 -- --model m | 0 is not in the range x>=1.
 --nnodes 2 --node-rank 2 --procs 1 -- --model m --train-file train.bin | --node-rank 2 of --nnodes 2 is none: machines
 --join-timeout nan --procs 1 -- --model m --train-file train.bin | nan is not a finite number.
 --procs 2 -- --model m --train-file train.bin --dry-run | --dry-run plans for one process: use
 --procs 2 -- --model m --train-file train.bin --gpus 3 | --gpus is 3 for llmq-train, and llmq-launch
 --procs 2 -- --model m --train-file train.bin --print-config | --print-config is for llmq-train itself
 --procs 2 -- --model m --train-file train.bin --seq-len 0 | --seq-len 0 is below the least value: use 1
---procs 2 -- --model m --train-file train.bin --qlora | unknown option --qlora: use --lora-rank 16
---procs 2 -- --model m --train-file train.bin --config absent.yaml | --config absent.yaml cannot be read: No such
 --procs 2 -- train.bin | unexpected train.bin: every option starts
---procs 2 --bogus -- --model m | --bogus
 """,
 }
 
 OPTIONS = {"model": "m", "train_file": "train.bin", "device": "cpu", "steps": 1, "batch_size": 1, "seq_len": 16}
 CHATS = {"train_file": None, "data": "chats.jsonl"}
 TRAIN: list[tuple[dict[str, Any], str]] = [
-    ({"model": None}, "--model is needed"),
     ({"model": []}, "--model [] is not text"),
     ({"model": {"name": "m"}}, "is not text"),
     ({"model": True}, "--model True is not text"),
     ({"model": Path("absent/a/b")}, "there is no folder absent/a/b"),
     ({"model": "\ud800"}, "no path has"),
-    ({"model": "a\0b/c/d"}, "no path has"),
     ({"seq_len": None}, "--seq-len None is not a whole number"),
     ({"seq_len": True}, "not true or false"),
-    ({"seq_len": [16]}, "--seq-len [16] is not a whole number"),
-    ({"seq_len": float("nan")}, "--seq-len nan"),
-    ({"seq_len": 10**30}, "above the largest value"),
     ({"seq_len": np.int64(0)}, "below the least value"),
     ({"seq_len": object()}, "is not a whole number"),
     ({"learning_rate": None}, "--learning-rate None is not a number"),
-    ({"learning_rate": np.nan}, "--learning-rate nan"),
-    ({"learning_rate": [1e-3]}, "is not a number"),
     ({"train_file": 5}, "--train-file 5 is not a list"),
     ({"train_file": None}, "--train-file is needed"),
     ({"train_file": []}, "--train-file [] is empty"),
     ({"train_file": [None]}, "--train-file None is not text"),
-    ({"train_file": {"a": 1}}, "is not a list"),
     ({"train_file": b"train.bin"}, "is not a list"),
-    ({"train_file": Path("absent.bin")}, "absent.bin: cannot be read"),
     ({"train_file": ["train.bin", ""]}, "--train-file '' is empty"),
     ({"train_file": "a\0b"}, "no path has"),
     ({"from_scratch": "maybe"}, "--from-scratch maybe is not true or false"),
     ({"from_scratch": None}, "--from-scratch None is not true or false"),
     ({"packing": 3}, "--packing 3: give windows"),
-    ({"packing": [True]}, "--packing [True]: give windows"),
     ({"lora_rank": True}, "--lora-rank True"),
-    ({"lora_rank": 2.5}, "--lora-rank 2.5 is not a whole number"),
     ({"lora_rank": 4, "lora_targets": ["q_proj"]}, "is not text"),
-    ({"bacth_size": 3}, "did you mean --batch-size?"),
     ({"batch size": 3}, "unknown option --batch size"),
     ({"": 3}, "unknown option --"),
-    ({"qlora": True}, "--lora-rank 16 --base-dtype nf4"),
-    ({"bf16": 3}, "--model-dtype bf16 or fp32"),
-    ({"deepspeed": {"zero": 1}}, "--zero-level 3"),
-    ({"report_to": ["wandb"]}, "llmq-export-wandb"),
-    ({"lr": 1e-3, "learning_rate": 1e-3}, "are the same option"),
-    ({"config": "absent.yaml"}, "absent.yaml cannot be read"),
+    ({"bf16": 3}, "use --model-dtype fp32"),
     ({"config": 5}, "--config 5 is not the path of a file"),
     ({"config": {"model": "m"}}, "is not the path of a file"),
     ({"config": Path("m")}, "--config m cannot be read"),
@@ -653,19 +480,14 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"console": "out.txt"}, "console is 'out.txt'"),
     ({"out_dir": None}, "--out-dir None is not text"),
     ({"out_dir": Path("/proc/x")}, "/proc takes no new files"),
-    ({"out_dir": "a\0b"}, "no path has"),
     ({"name": "\ud800"}, "cannot be part of a path"),
     ({"weight": [None]}, "--weight None is not a number"),
-    ({"weight": {}}, "--weight {} is not a list"),
     ({"continue": 2.5}, "there is no checkpoint at 2.5"),
     ({"continue": [1]}, "--continue [1] is not text"),
-    ({"resume_from_checkpoint": "absent/x"}, "there is no checkpoint at absent/x"),
     ({"device": 0}, "--device 0 is not one of"),
     ({"launcher": "ray"}, "--launcher ray needs several processes"),
-    ({"seed": 2.5}, "--seed 2.5 is not a whole number"),
     ({"verbosity": "loud"}, "--verbosity loud is not a whole number"),
     ({"memory_limit": 16}, "give a size above 0 with its unit"),
-    ({"adapter": Path("a-rank")}, "r ('two')"),
     ({"reset": "all"}, "--reset all is not one of optimizer, data or lr"),
     ({"reset": 5}, "--reset 5 is not a list"),
     ({"save_best": True}, "is not one of eval/loss"),
@@ -674,10 +496,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({**CHATS, "data": 5}, "--data 5 is not a list"),
     ({**CHATS, "data": [{"text": "x"}]}, "is not text"),
     ({**CHATS, "data": "absent.txt"}, "absent.txt: cannot be read"),
-    ({**CHATS, "data": "robot.jsonl"}, "robot.jsonl:1: message 1 has no role"),
     ({**CHATS, "data": "deep.jsonl"}, "nested too deeply"),
-    ({**CHATS, "data": "torn.jsonl"}, "torn.jsonl:4: not JSON"),
-    ({**CHATS, "data": "bad.parquet"}, "not a parquet file"),
     ({**CHATS, "chat_template": "{% for"}, "the chat template is not Jinja"),
     ({**CHATS, "map": {"a": "b"}}, "is not a list"),
     ({**CHATS, "map": ["x"]}, "--map x: give OURS=THEIRS"),
@@ -687,12 +506,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
 ASKED = {"model": "m", "prompts": ["hi"], "device": "cpu", "max_tokens": 2}
 GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"model": "absent/x/y"}, "there is no folder absent/x/y"),
-    ({"model": "org/absent"}, "there is no folder org/absent"),
-    ({"model": "m-json"}, "is not valid JSON"),
-    ({"model": "m-torn", "tokenizer": "m"}, "is not a valid safetensors file"),
     ({"model": "bare"}, "the model has no tokenizer"),
-    ({"model": "Qwen2.5-7B"}, "a shape without weights"),
-    ({"model": "a b/c"}, "neither a local folder nor a name on the Hub"),
     ({"model": None}, "the model is None"),
     ({"prompts": [""]}, "has no tokens"),
     ({"prompts": None}, "prompt 1 is None"),
@@ -702,26 +516,13 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"prompts": [[10**9]]}, "not in the vocabulary"),
     ({"adapter": 5}, "5 has no adapter_config.json"),
     ({"tokenizer": ["m"]}, "--tokenizer ['m'] is not text"),
-    ({"device": "tpu"}, "--device tpu is not one of auto"),
-    ({"dtype": "fp8"}, "--dtype fp8 is not one of bf16"),
-    ({"batch_size": 0}, "--batch-size 0 is below"),
     ({"max_tokens": 1.5}, "--max-tokens 1.5 is not a whole number"),
-    ({"max_length": "x"}, "--max-length x is not a whole number"),
     ({"temperature": float("nan")}, "--temperature nan is not a finite number"),
-    ({"temperature": float("inf")}, "--temperature inf is not a finite number"),
     ({"repetition_penalty": np.inf}, "--repetition-penalty inf is not a finite number"),
-    ({"top_p": 0}, "--top-p 0 is too small"),
-    ({"top_k": 5}, "give a --temperature above 0"),
     ({"from_scratch": "maybe"}, "--from-scratch maybe is not true or false"),
     ({"bogus": 1}, "no setting bogus"),
     ({"sampling": 5}, "sampling is 5"),
     ({"max_new_tokens": 3}, "did you mean max_tokens?"),
     ({"stop": 5}, "--stop 5"),
-    ({"samples": 2}, "--samples 2 would be the same answer"),
-    ({"adapter": "absent"}, "has no adapter_config.json"),
-    ({"adapter": "a-rank"}, "r ('two')"),
-    ({"adapter": "a-foreign"}, "org/other"),
-    ({"tokenizer": "t-torn"}, "cannot be loaded"),
     ({"max_tokens": 10**9}, "positions"),
-    ({"revision": "x"}, "is a local folder"),
 ]
