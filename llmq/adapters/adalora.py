@@ -19,12 +19,12 @@ from itertools import pairwise
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from llmq.adapters.importance import Budget, Importance
 from llmq.adapters.lora import Lora, shared
 from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
-from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, Rank, Read, read_modules
+from llmq.adapters.peft_format import AdapterExport, PeftConfig, Rank, Read, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
@@ -60,7 +60,6 @@ class AdaLoraKeys(PeftConfig):
 
     init_r: Rank = 12
     lora_alpha: float = 8
-    lora_dropout: float | None = Field(None, ge=0, lt=1)
     rank_pattern: Annotated[Any, PlainValidator(_flags)] = None
     target_r: float | None = None
     tinit: float | None = None
@@ -93,11 +92,10 @@ class AdaLora(Lora):
         return cls(**{**about, "targets": with_triplets(about["targets"])}, schedule=schedule)
 
     @classmethod
-    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[AdaLora, list[str]]:
+    def of_peft(cls, about: Any, tensors: dict[str, Stored], config: ModelConfig) -> tuple[AdaLora, list[str]]:
         """What an AdaLoraConfig and its tensors say, and what is wrong with them."""
         found = read_modules(about, tensors, config, ("lora_A", "lora_B", "lora_E"), "lora_A, lora_B and lora_E")
-        rank, alpha = int(about.get("init_r", 12)), float(about.get("lora_alpha", 8))
-        patterns, targets = about.get("rank_pattern") or {}, list[Target]()
+        rank, alpha, patterns, targets = about.init_r, about.lora_alpha, about.rank_pattern or {}, list[Target]()
         for module in found.tensors:
             flags = patterns.get(f"{module.name}.lora_E")
             if flags is not None and len(flags) != rank:
@@ -109,10 +107,10 @@ class AdaLora(Lora):
             shapes = {"lora_A": (own, module.inputs), "lora_B": (module.outputs, own), "lora_E": (own, 1)}
             found.check(module, shapes, "the model and its ranks ask for")
         said: dict[str, Any] = {
-            field: default if about.get(name) is None else type(default)(about[name])
+            field: default if (one := getattr(about, name)) is None else type(default)(one)
             for field, (name, default) in FIELDS.items()
         }
-        dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
+        dropout, bias = about.lora_dropout or 0.0, str(about.bias or "none")
         budget = Budget(**said, spent=True)
         return cls(rank, alpha, tuple(targets), dropout, bias, also=found.also, schedule=budget), found.problems
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
-from llmq.adapters.peft_format import About, in_full_config, is_named, read_modules, target_names
+from llmq.adapters.peft_format import PeftConfig, in_full_config, is_named, read_modules, target_names
 from llmq.adapters.targets import (
     FILE,
     FUSED,
@@ -56,11 +56,11 @@ class Gains(Method):
         return cls(scaled(modules), base=options.base_dtype, also=also)
 
     @classmethod
-    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Gains, list[str]]:
+    def of_peft(cls, about: PeftConfig, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Gains, list[str]]:
         """What an IA3Config and its tensors say, and what is wrong with them."""
         found = read_modules(about, tensors, config, (GAINS,), GAINS)
         modules = list(found.tensors)
-        inward = {module.name for module in modules if is_named(about.get("feedforward_modules"), module.name)}
+        inward = {module.name for module in modules if is_named(about.feedforward_modules, module.name)}
         for module in modules:
             shape = (1, module.inputs) if module.name in inward else (module.outputs, 1)
             found.check(module, {GAINS: shape}, "the model asks for")

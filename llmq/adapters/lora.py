@@ -15,13 +15,12 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
 from llmq.adapters.first_values import TAKEN_OUT, FirstAdapter, first_pair
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import (
     PREFIX,
-    About,
     AdapterExport,
     PeftConfig,
     Rank,
@@ -76,7 +75,9 @@ class LoraKeys(PeftConfig):
 
     r: Rank = 8
     lora_alpha: float = 8
-    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    use_rslora: Any = None
+    use_dora: Any = None
+    init_lora_weights: Any = True
     rank_pattern: Numbers = None
     alpha_pattern: Numbers = None
 
@@ -113,22 +114,22 @@ class Lora(Method):
         return cls(**shared(options, config), **about)
 
     @classmethod
-    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
+    def of_peft(cls, about: Any, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
         """What a LoraConfig and its tensors say, and what is wrong with them."""
         a, b = "lora_A.weight", "lora_B.weight"
         found = read_modules(about, tensors, config, (a, b, MAGNITUDE), f"{a} and lora_B.weight")
-        rank, rslora, dora = int(about.get("r", 8)), bool(about.get("use_rslora")), bool(about.get("use_dora"))
-        alpha, targets = float(about.get("lora_alpha", 8)), list[Target]()
+        rank, rslora, dora = about.r, bool(about.use_rslora), bool(about.use_dora)
+        alpha, targets = about.lora_alpha, list[Target]()
         for module, own in found.tensors.items():
-            size = int(_of_pattern(about.get("rank_pattern"), module.name, rank))
+            size = int(_of_pattern(about.rank_pattern, module.name, rank))
             shapes: dict[str, tuple[int, ...]] = {a: (size, module.inputs), b: (module.outputs, size)}
             if MAGNITUDE in own and not dora:
                 found.problems.append(f"{module.name}.{MAGNITUDE} is there, and use_dora is not")
             shapes |= {MAGNITUDE: (module.outputs,)} if dora else {}
             found.check(module, shapes, "the model and its rank ask for")
-            factor = float(_of_pattern(about.get("alpha_pattern"), module.name, alpha))
+            factor = float(_of_pattern(about.alpha_pattern, module.name, alpha))
             targets.append(Target(module, size, factor, scale_of(size, factor, rslora=rslora)))
-        said, has_head = about.get("init_lora_weights", True), any(t.module.name == LM_HEAD for t in targets)
+        said, has_head = about.init_lora_weights, any(t.module.name == LM_HEAD for t in targets)
         if dora and has_head:
             found.problems.append("lm_head has magnitudes (use_dora), which llmq does not compute for the logits")
         if said not in SAME_BASE and said not in TAKEN_OUT:
@@ -139,7 +140,7 @@ class Lora(Method):
         init = said if said in ("gaussian", *TAKEN_OUT) else "kaiming"
         if init in TAKEN_OUT and config.tie_embeddings and has_head:
             found.problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
-        dropout, bias = float(about.get("lora_dropout") or 0), str(about.get("bias") or "none")
+        dropout, bias = about.lora_dropout or 0.0, str(about.bias or "none")
         read = cls(rank, alpha, tuple(targets), dropout, bias, rslora, init, dora, also=found.also)
         return read, found.problems
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmq.adapters.peft_format import About, AdapterExport, PeftConfig, stored_rows
+from llmq.adapters.peft_format import AdapterExport, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
@@ -105,7 +105,7 @@ class Method:
     takes_out = False  # whether what it begins with is taken out of the weights
 
     peft_types: ClassVar[tuple[str, ...]] = ()  # what PEFT calls it
-    peft_keys: ClassVar[type[PeftConfig]] = PeftConfig  # types and limits of its config's keys
+    peft_keys: ClassVar[type[PeftConfig]] = PeftConfig  # what is read of its config
 
     # where it comes from
 
@@ -115,7 +115,7 @@ class Method:
         raise NotImplementedError
 
     @classmethod
-    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Method, list[str]]:
+    def of_peft(cls, about: Any, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Method, list[str]]:
         """What a folder's config and tensors, by our names, say, and what is wrong with them."""
         raise NotImplementedError
 

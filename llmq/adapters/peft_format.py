@@ -59,11 +59,14 @@ Rank = Annotated[int, Field(ge=1)]
 
 
 class PeftConfig(BaseModel):
-    """Types and limits of the keys that are read of all methods. Others may say anything."""
+    """The keys that are read of all methods, with PEFT's defaults. Others may say anything."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     base_model_name_or_path: str | None = None
+    bias: Any = None
+    lora_dropout: float | None = Field(None, ge=0, lt=1)
+    ensure_weight_tying: Any = None
     target_modules: Names = None
     exclude_modules: Names = None
     modules_to_save: list[str] | None = None
@@ -73,18 +76,17 @@ class PeftConfig(BaseModel):
     num_virtual_tokens: int | None = Field(None, ge=1)
 
 
-def is_target(about: About, name: str) -> bool:
+def is_target(about: PeftConfig, name: str) -> bool:
     """Whether a module is one that PEFT's config has in `target_modules`, in `layers_to_transform` if it has those, and
     not in `exclude_modules`."""
-    wanted, excluded = about.get("target_modules"), about.get("exclude_modules")
-    if (excluded and is_named(excluded, name)) or is_named(about.get("modules_to_save"), name):
+    wanted, excluded, layers = about.target_modules, about.exclude_modules, about.layers_to_transform
+    if (excluded and is_named(excluded, name)) or is_named(about.modules_to_save, name):
         return False
     if wanted == "all-linear":
         return name != LM_HEAD
-    layers = about.get("layers_to_transform")
     if isinstance(wanted, str) or name in (wanted or ()) or layers in (None, []):
         return is_named(wanted, name)
-    patterns = about.get("layers_pattern") or r"[^.]*"
+    patterns = about.layers_pattern or r"[^.]*"
     found = (re.match(rf".*\.{one}\.(\d+)\.", name) for one in ([patterns] if isinstance(patterns, str) else patterns))
     layer = next((int(match[1]) for match in found if match), None)
     return is_named(wanted, name) and layer in ([layers] if isinstance(layers, int) else layers)
@@ -118,7 +120,7 @@ class ReadModules:
 
 
 def read_modules(
-    about: About, tensors: Mapping[str, Stored], config: ModelConfig, ends: Collection[str], needed: str
+    about: PeftConfig, tensors: Mapping[str, Stored], config: ModelConfig, ends: Collection[str], needed: str
 ) -> ReadModules:
     """The tensors of a method that adapts modules, whose names have these `ends`; a target `needs` some of them."""
     modules = {module.name: module for module in linear_modules(config)}
@@ -133,7 +135,7 @@ def read_modules(
 
 
 def checked_beside(
-    about: About, tensors: Mapping[str, Stored], config: ModelConfig, own: Collection[str]
+    about: PeftConfig, tensors: Mapping[str, Stored], config: ModelConfig, own: Collection[str]
 ) -> tuple[frozenset[str], list[str]]:
     """The rows that a config has trained in full, and what is wrong with the tensors of an adapter of any method: their
     dtypes, and names and shapes of those that are not the method's `own`."""
@@ -155,15 +157,15 @@ def checked_beside(
     return also, problems
 
 
-def modules_in_full(about: About, config: ModelConfig, problems: list[str]) -> frozenset[str]:
+def modules_in_full(about: PeftConfig, config: ModelConfig, problems: list[str]) -> frozenset[str]:
     """The names of the rows of `modules_to_save`; what llmq does not have of these goes to `problems`."""
-    wanted = about.get("modules_to_save") or ()
+    wanted = about.modules_to_save or ()
     found: dict[str, list[bool]] = {}
     for row in parameter_rows(config):
         found[row.name] = [any(name.endswith(one) for one in wanted) for name in modules_of(row, config)]
     if config.tie_embeddings and any(found[EMBED_ROW]):
         found[EMBED_ROW] = [True]
-        if not about.get("ensure_weight_tying"):
+        if not about.ensure_weight_tying:
             problems.append(
                 "modules_to_save has the embedding or the head of a model that ties them, without ensure_weight_tying: "
                 "PEFT trains a copy of one of them, llmq the matrix that both are"
@@ -173,7 +175,7 @@ def modules_in_full(about: About, config: ModelConfig, problems: list[str]) -> f
     return frozenset(name for name, hits in found.items() if any(hits))
 
 
-def base_copies(about: About, tensors: Collection[str], config: ModelConfig) -> list[str]:
+def base_copies(about: PeftConfig, tensors: Collection[str], config: ModelConfig) -> list[str]:
     """The embedding and the head among an adapter's tensors where it does not train them: as PEFT stores them beside an
     adapter of lm_head, and on request."""
     own = modules_in_full(about, config, [])

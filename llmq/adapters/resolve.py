@@ -15,21 +15,20 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
 from llmq.adapters.adalora import AdaLora
 from llmq.adapters.ia3 import Gains
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.part import PartOfModel
-from llmq.adapters.peft_format import PREFIX, base_copies
+from llmq.adapters.peft_format import PREFIX, PeftConfig, base_copies
 from llmq.adapters.targets import EMBED
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.errors import DataError
 from llmq.files import tensor_files
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from llmq.files.source import ModelSource, Values, fingerprint, open_parameters
-from llmq.files.tensor_files import Stored, by_kind, tensors_of
+from llmq.files.tensor_files import Stored, by_kind, read_tensor, tensors_of
 from llmq.model.config import ModelConfig, problems_of, read_json
 from llmq.model.held import AS_IT_IS, HELD_FORMS, HeldBase
 from llmq.model.parameters import num_parameters, parameter_rows
@@ -219,22 +218,13 @@ class StoredAdapter:
     trained_on: AdapterBase | None  # None of an adapter that llmq did not write
     tensors: dict[str, Stored]
     copies: dict[str, Stored]  # tensors of the base that PEFT stored beside it
-    names: dict[str, str]  # of tensors in the file, by ours
     config: ModelConfig
     columns: Mapping[str, slice]  # of tensors that are a part of one in the file
 
     def read(self, name: str) -> np.ndarray:
         """One tensor in f32. DataError."""
-        found = self._tensor(self.tensors[name], self.names[name]).astype(np.float32)
+        found = read_tensor(self.tensors[name]).astype(np.float32)
         return found[:, self.columns[name]] if name in self.columns else found
-
-    def _tensor(self, stored: Stored, name: str) -> np.ndarray:
-        """A tensor by its name in the file, in its dtype. DataError."""
-        try:
-            with safe_open(stored.path, framework="numpy") as file:
-                return file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{stored.path} cannot be read: {error}") from None
 
     def check_base(self, source: ModelSource, seed: int) -> str | None:
         """How a source differs from what the adapter was trained on, in a sentence; None if it does not.
@@ -246,7 +236,7 @@ class StoredAdapter:
         for name, stored in self.copies.items():
             row, part = of_part.get(name, of_part[f"{EMBED}.weight"])  # a head that is tied
             ((_, value),) = open_parameters(source, seed)([row])
-            theirs = self._tensor(stored, self.names[name])
+            theirs = read_tensor(stored)
             if not np.array_equal(value[part.start : part.stop].astype(theirs.dtype), theirs):
                 raise DataError(
                     f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
@@ -284,28 +274,25 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
         raise DataError(f"{folder} has no {ADAPTER_CONFIG}: give a folder with an adapter in PEFT's format")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}: give a folder with an adapter in PEFT's format")
-    about = read_json(folder / ADAPTER_CONFIG)
-    _refuse_others(folder, about)
+    method, about = _config_of(folder)
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
-    names = {_our_name(name): name for name in stored}
-    tensors = {ours: stored[name] for ours, name in names.items()}
+    tensors = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in stored.items()}
     copies = {name: tensors.pop(name) for name in base_copies(about, tensors, config)}
-    adapters, problems = KINDS[about["peft_type"]].of_peft(about, tensors, config)
+    adapters, problems = method.of_peft(about, tensors, config)
+    base = about.base_model_name_or_path
     if problems:
-        base = about.get("base_model_name_or_path") or "which its config does not name"
-        said = "; ".join(by_kind(problems, NAMES_AND_SIZES))
-        raise DataError(f"{folder} does not fit the model: {said}. Check that --model is its base, {base}")
+        said, named = "; ".join(by_kind(problems, NAMES_AND_SIZES)), base or "which its config does not name"
+        raise DataError(f"{folder} does not fit the model: {said}. Check that --model is its base, {named}")
     places = adapters.columns(config)
     if places:
-        names = {own: names[whole] for own, (whole, _) in places.items()}
         tensors = {own: tensors[whole] for own, (whole, _) in places.items()}
     columns = {own: columns for own, (_, columns) in places.items()}
-    base = about.get("base_model_name_or_path")
-    return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, names, config, columns)
+    return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, config, columns)
 
 
-def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
-    """DataError for what is of no method, or has keys with other values than PEFT gives them."""
+def _config_of(folder: Path) -> tuple[type[Method], PeftConfig]:
+    """The method and the config of a folder. DataError for what is of none, or has other values than PEFT gives."""
+    about = read_json(folder / ADAPTER_CONFIG)
     kind = about.get("peft_type")
     if not isinstance(kind, str) or kind not in KINDS:
         raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(KINDS)}")
@@ -313,11 +300,7 @@ def _refuse_others(folder: Path, about: dict[str, Any]) -> None:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
     try:
-        KINDS[kind].peft_keys.model_validate(about)
+        return KINDS[kind], KINDS[kind].peft_keys.model_validate(about)
     except ValidationError as error:
         lines = "\n".join(f"  - {one}" for one in problems_of(about, error))
         raise DataError(f"{folder / ADAPTER_CONFIG} cannot be used:\n{lines}") from None
-
-
-def _our_name(name: str) -> str:
-    return name.removeprefix(PREFIX).replace(".base_layer.", ".")

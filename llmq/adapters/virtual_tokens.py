@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmq.adapters.method import Method
-from llmq.adapters.peft_format import About, AdapterExport, Read
+from llmq.adapters.peft_format import AdapterExport, PeftConfig, Read
 from llmq.adapters.targets import FILE
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
@@ -48,9 +48,11 @@ class VirtualTokens(Method):
     unmergeable = "virtual tokens, which are a part of no weight"
 
     @classmethod
-    def of_peft(cls, about: About, tensors: dict[str, Stored], config: ModelConfig) -> tuple[VirtualTokens, list[str]]:
+    def of_peft(
+        cls, about: PeftConfig, tensors: dict[str, Stored], config: ModelConfig
+    ) -> tuple[VirtualTokens, list[str]]:
         """What a config of virtual tokens and its tensor say, and what is wrong with them."""
-        found = cls(int(about.get("num_virtual_tokens") or 0))
+        found = cls(about.num_virtual_tokens or 0)
         wanted = (found.num_virtual, found.width(config))
         problems = [f"{name} is no part of virtual tokens" for name in tensors if name != TENSOR]
         if (tensor := tensors.get(TENSOR)) is None:

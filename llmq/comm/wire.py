@@ -13,8 +13,8 @@ import ipaddress
 import json
 import random
 import secrets
-import select
 import socket
+import socketserver
 import struct
 import threading
 import time
@@ -23,10 +23,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 HANDSHAKE_S = 5.0  # in which a connection has to prove that it belongs to the run
-SEND_S = 10.0  # in which the other side has to take a message
 ANSWER_S = 10.0  # that an answer may take beyond the deadline
 STRANGER_BYTES, MESSAGE_BYTES = 1 << 10, 16 << 20  # of a message before the proof, and after it
 LENGTH = struct.Struct("!I")
+POLL_S = 0.05  # from one look of a door at whether it is closed to the next
 NUM_STRANGERS = 64  # connections that have proved nothing yet, and one for each rank
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to connect
 WATCHING = "llmq watch"  # what the names of threads begin with whose stacks say nothing of a run
@@ -45,8 +45,8 @@ class WrongToken(Refused):
 class Channel:
     """A connected socket. Any thread may send, one receives.
 
-    OSError (TimeoutError is one) if the connection or the time (`until`, of the monotonic clock) ends, Refused if what
-    comes is no message.
+    OSError (TimeoutError is one) if the connection ends, or nothing comes for some seconds; Refused if what comes is no
+    message.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -56,13 +56,10 @@ class Channel:
         for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):  # macOS calls the first one otherwise
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        connection.settimeout(SEND_S)
         self.socket = connection
         self._sends = threading.Lock()
-        self._arrivals = select.poll()
-        self._arrivals.register(connection, select.POLLIN)
 
-    def call(self, token: str, purpose: str, until: float) -> None:
+    def call(self, token: str, purpose: str, seconds: float) -> None:
         """The handshake of the side that connects. The other side proves itself first, so a wrong token is known here.
 
         A proof holds for one side, one `purpose` and two challenges: it cannot be sent back or elsewhere. Refused if
@@ -70,16 +67,16 @@ class Channel:
         """
         mine = secrets.token_hex(32)
         self.send({"challenge": mine})
-        answer = self._greeting(until)
+        answer = self._greeting(seconds)
         theirs = str(answer.get("challenge"))
         _check(answer, token, f"answers {purpose} {mine} {theirs}")
         self.send({"proof": _proof(token, f"calls {purpose} {mine} {theirs}")})
 
-    def answer(self, token: str, purpose: str, until: float) -> None:
+    def answer(self, token: str, purpose: str) -> None:
         """The handshake of the side that was connected to, which says nothing to strangers. Errors as in `call`."""
-        theirs, mine = str(self._greeting(until).get("challenge")), secrets.token_hex(32)
+        theirs, mine = str(self._greeting(HANDSHAKE_S).get("challenge")), secrets.token_hex(32)
         self.send({"challenge": mine, "proof": _proof(token, f"answers {purpose} {theirs} {mine}")})
-        _check(self._greeting(until), token, f"calls {purpose} {theirs} {mine}")
+        _check(self._greeting(HANDSHAKE_S), token, f"calls {purpose} {theirs} {mine}")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message."""
@@ -87,13 +84,14 @@ class Channel:
         with self._sends:
             self.socket.sendall(LENGTH.pack(len(text)) + text)
 
-    def receive(self, until: float | None = None, limit: int = MESSAGE_BYTES) -> dict[str, Any]:
+    def receive(self, seconds: float | None = None, limit: int = MESSAGE_BYTES) -> dict[str, Any]:
         """Receives a message of at most `limit` bytes."""
-        (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size, until))
+        self.socket.settimeout(seconds)
+        (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size))
         if num_bytes > limit:
             raise Refused(f"a message of {num_bytes} bytes, above the limit of {limit}")
         try:
-            message = json.loads(self._read(num_bytes, until))
+            message = json.loads(self._read(num_bytes))
         except (ValueError, RecursionError) as error:
             raise Refused(f"a message that is not JSON: {error}") from error
         if not isinstance(message, dict):
@@ -110,22 +108,19 @@ class Channel:
         self.end()
         self.socket.close()
 
-    def _greeting(self, until: float) -> dict[str, Any]:
+    def _greeting(self, seconds: float) -> dict[str, Any]:
         try:
-            return self.receive(until, STRANGER_BYTES)
+            return self.receive(seconds, STRANGER_BYTES)
         except Refused as error:
             raise Refused("what answers is no process of llmq, or one of another version") from error
 
-    def _read(self, count: int, until: float | None) -> bytes:
-        data, have = bytearray(count), 0
-        while have < count:
-            left = None if until is None else max(0.0, 1000 * (until - time.monotonic()))
-            if not self._arrivals.poll(left):
-                raise TimeoutError("timed out")
-            received = self.socket.recv_into(memoryview(data)[have:])
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            received = self.socket.recv(count - len(data))
             if not received:
                 raise ConnectionResetError("the connection was closed")
-            have += received
+            data += received
         return bytes(data)
 
 
@@ -154,9 +149,9 @@ def introduced(
             channel = Channel(socket.create_connection((host, port), timeout=seconds))
             if channel.socket.getsockname() == channel.socket.getpeername():
                 raise ConnectionRefusedError("nothing listens there")  # and TCP has met itself
-            channel.call(token, purpose, time.monotonic() + seconds)
+            channel.call(token, purpose, seconds)
             channel.send(hello())
-            return channel, channel.receive(until + ANSWER_S)
+            return channel, channel.receive(max(0.0, until - time.monotonic()) + ANSWER_S)
         except BaseException as error:
             if channel:
                 channel.close()
@@ -167,13 +162,15 @@ def introduced(
         pause = min(1.5 * pause, LONGEST_PAUSE_S)
 
 
-class Door:
+class Door(socketserver.ThreadingTCPServer):
     """A port where processes that prove to have the job's token come in, each to `serve` in a thread of its own.
 
     `serve` gets the channel, which is its own, and the address that it comes from. Its OSError or Refused closes it.
     A connection that does not prove itself in time is closed, the oldest also where there are more than are allowed;
     `note` is told of one with another token.
     """
+
+    daemon_threads, block_on_close = True, False
 
     def __init__(
         self,
@@ -185,50 +182,41 @@ class Door:
         serve: Callable[[Channel, str], None],
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._listener, self._token, self._purpose = _listening(host, port), token, purpose
-        self._listener.settimeout(1.0)  # on macOS nothing else wakes accept
-        self.port: int = self._listener.getsockname()[1]
+        super().__init__((host, port), socketserver.BaseRequestHandler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self._token, self._purpose = _listening(host, port), token, purpose
+        self.port: int = self.socket.getsockname()[1]
         self._limit, self._serve, self._note = NUM_STRANGERS + num_ranks, serve, note
         self._strangers: dict[Channel, None] = {}  # in the order in which they came
         self._turn = threading.Lock()
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name=f"{WATCHING}: door", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(POLL_S,), name=f"{WATCHING}: door", daemon=True).start()
 
     def close(self) -> None:
         """Lets no more in; those that are in stay."""
-        self._is_closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept on Linux
-        self._listener.close()
-        self._thread.join()
+        self.shutdown()
+        self.server_close()
         with self._turn:
             for stranger in self._strangers:
                 stranger.end()
 
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection, peer = self._listener.accept()
-                channel = Channel(connection)
-            except OSError:  # it ended before it was accepted, or this process has too many files open
-                self._is_closed.wait(FIRST_PAUSE_S)
-                continue
-            with self._turn:
-                self._strangers[channel] = None
-                if len(self._strangers) > self._limit:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    oldest.end()
-            found = ipaddress.ip_address(peer[0].partition("%")[0])
-            address = str(getattr(found, "ipv4_mapped", None) or found)
-            name = f"{WATCHING}: {self._purpose} of {address}"
-            threading.Thread(target=self._let_in, args=(channel, address), name=name, daemon=True).start()
-
-    def _let_in(self, channel: Channel, address: str) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One process, from its first message to its end."""
+        found = ipaddress.ip_address(client_address[0].partition("%")[0])
+        address = str(getattr(found, "ipv4_mapped", None) or found)
+        threading.current_thread().name = f"{WATCHING}: {self._purpose} of {address}"
+        try:
+            channel = Channel(request)
+        except OSError:  # it ended before it was accepted
+            return
+        with self._turn:
+            self._strangers[channel] = None
+            if len(self._strangers) > self._limit:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.end()
         try:
             try:
-                channel.answer(self._token, self._purpose, time.monotonic() + HANDSHAKE_S)
+                channel.answer(self._token, self._purpose)
             finally:
                 with self._turn:
                     self._strangers.pop(channel, None)
