@@ -4,7 +4,7 @@
 // CLUSTER blocks own a row (one on cards without clusters). They read it again for every question they ask of it, from L1:
 // how many logits, or how much probability, is at or above a number. 32 answers find the smallest logit that stays, a bit
 // of it at a time; the blocks exchange one number each through distributed shared memory. Numbers are compared as integers
-// in the order of floats. Noise has an address (seed, sequence, position, column), as in llmq/ops/reference/sample.py.
+// in the order of floats. Noise has an address (seed, sequence, position, column), as in llmq/ops/reference/generation.py.
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: T, V, VP, N (a multiple of 4), CLUSTER, GREEDY, TOP_K, TOP_P (whether they cut)

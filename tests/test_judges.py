@@ -26,7 +26,7 @@ from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.model.config import from_folder, read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.reference import OPS
-from llmq.ops.reference.sample import threshold
+from llmq.ops.reference.generation import threshold
 from llmq.optimizers.adamw import AdamW
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from llmq.comm.world import ALONE, World
-from llmq.hardware.cores import use_blas_threads
+from llmq.comm.world import World
 from llmq.ops.record import together
-from llmq.ops.seam import GIVEN, Arguments, record
+from llmq.ops.seam import GIVEN, record
 from llmq.screen import Report
 from llmq.tensor import Ref
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from llmq.comm.world import GpuWorld
     from llmq.model.held import Room, Values
-    from llmq.ops.cuda.launch import Kernel
     from llmq.ops.record import Call
 
 Op = Callable[..., None]
 Run = Callable[[], None]
-BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 
 
 class Launch(NamedTuple):
@@ -123,58 +119,6 @@ class Backend(Protocol):
     def program(self, launches: Sequence[Launch]) -> Run: ...
 
 
-def arguments(call: Call) -> Arguments:
-    """What a call reads and writes, by the names of its op's signature."""
-    op = record(call.op)
-    reads = {name: ref for name, ref in zip(op.inputs, call.inputs, strict=True) if ref is not None}
-    results = {name: result for name, result in zip(op.outputs, call.outputs, strict=True) if result is not None}
-    writes = {name: result.refs for name, result in results.items()}
-    added = frozenset([name for name, result in results.items() if result.accumulate])
-    return Arguments(reads, writes, call.numbers, added)
-
-
-def checked_scratch(kernel: Kernel, call: Call, capability: int) -> int:
-    """Bytes of scratch of a call; UsageError for one that cannot be made on a card of this capability (90 is 9.0)."""
-    if kernel.scratch_bytes is None and kernel.refuse is None:
-        return 0  # plans of many layers ask for tens of thousands of calls
-    given = arguments(call)
-    if kernel.refuse is not None:
-        kernel.refuse(given, capability)
-    return kernel.needed(given)
-
-
 def between(world: World, ops: Mapping[str, Op]) -> dict[str, Op]:
     """The ops, of which collectives are between the ranks of `world`."""
     return {name: partial(op, **{GIVEN: world}) if record(name).is_collective else op for name, op in ops.items()}
-
-
-def open_backend(
-    device: str,
-    *,
-    world: World = ALONE,
-    use_graphs: bool = True,
-    deterministic: bool = True,
-    algorithms: Mapping[str, Any] | None = None,
-    capability: tuple[int, int] | None = None,
-) -> Backend:
-    """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here; of one of the
-    ranks of `world`, or of a run that has no others.
-
-    The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
-    `capability` is that of a GPU that is planned for: (9, 0).
-    """
-    if device == "cuda":
-        from llmq.backends.cuda import CudaBackend
-
-        given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
-        gpus = cast("GpuWorld", world)
-        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given, world=gpus)
-    if device == "planned":
-        from llmq.backends.planned import ANY_CARD, PlannedBackend
-
-        return cast("Backend", PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD))
-    from llmq.backends.host import HostBackend
-
-    assert device == "cpu", device
-    threads = use_blas_threads((algorithms or {}).get(BLAS_THREADS))
-    return HostBackend({BLAS_THREADS: threads} if threads else {}, world=world)

@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Needs, Op, Run, between, checked_scratch, groups
+from llmq.backends import Launch, Needs, Op, Run, between, groups
 from llmq.backends.cuda_memory import (
     PIECE_BYTES,
     HostBlock,
@@ -262,7 +262,7 @@ class CudaBackend:
 
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what cuDNN or the kernels lack on this GPU."""
-        return checked_scratch(self._kernels[call.op], call, capability())
+        return self._kernels[call.op].needed(call, capability())
 
     def prepare(self, calls: Iterable[Call], report: Report = unreported) -> None:
         """Chooses an algorithm for every matrix product of the plan, by timing what the table lacks."""

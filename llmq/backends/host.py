@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import BLAS_THREADS, Launch, Needs, Op, Run, between, groups
+from llmq.backends import Launch, Needs, Op, Run, between, groups
 from llmq.comm.world import ALONE, World
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
@@ -24,6 +24,7 @@ from llmq.tensor import Ref, stored_bytes, stored_dtype, stored_shape
 if TYPE_CHECKING:
     from llmq.ops.record import Call
 
+BLAS_THREADS = "blas_threads"  # among the algorithms of a run on the CPU
 # What is freed of arrays below 32 MiB, malloc keeps beside larger ones, which go back to the system at once: 4 MiB in
 # most runs, 31 MiB in the worst of those that were measured.
 KEPT_FREE = 8 << 20
@@ -51,9 +52,8 @@ class HostMemory:
 
     def write(self, name: str, values: Values) -> None:
         """Sets a storage from host values of any float dtype, rounded to nearest even."""
-        self._arrays[name][...] = np.asarray(
-            values
-        )  # rounded on the way: a copy of billions would be a pass over new pages
+        # Rounded on the way: a copy of billions would be a pass over new pages.
+        self._arrays[name][...] = np.asarray(values)
 
     @contextmanager
     def room(self, home: str) -> Iterator[Room]:

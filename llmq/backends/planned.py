@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmq.backends import checked_scratch
 from llmq.ops import cuda
 from llmq.ops.cuda.attention import attention_kernels, is_exact
 from llmq.ops.cuda.launch import Kernel
@@ -33,17 +32,11 @@ class PlannedBackend:
     takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
-        self._deterministic, self._capability = deterministic, capability
+        self._deterministic, self._capability = deterministic, 10 * capability[0] + capability[1]
 
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
-        return planned_scratch(call, self._deterministic, self._capability)
-
-
-def planned_scratch(call: Call, deterministic: bool, capability: tuple[int, int] = ANY_CARD) -> int:
-    """Bytes that a call needs beside its arguments, known without a GPU. UsageError for what the kernels lack on it."""
-    major, minor = capability
-    return checked_scratch(KERNELS[deterministic][call.op], call, 10 * major + minor)
+        return KERNELS[self._deterministic][call.op].needed(call, self._capability)
 
 
 def _kernels(deterministic: bool) -> Mapping[str, Kernel]:

@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from llmq.backends import arguments
 from llmq.comm.world import ALONE, World
 from llmq.engine.measure import Speed, zipf_batch
 from llmq.hardware import device as devices
 from llmq.hardware.device import Device
 from llmq.operands import Output, Tensor
 from llmq.ops.record import Call
-from llmq.ops.seam import record
+from llmq.ops.seam import Arguments, record
 from llmq.plan.names import storage_name
 from llmq.plan.passes.place import Placement
 from llmq.plan.plan import Plan
@@ -155,7 +154,7 @@ def roofline_s(work: CallWork, ceilings: Ceilings) -> float:
 def work_of(call: Call, places: Mapping[str, Placement], used: float) -> CallWork:
     """The work of a call: `places` show what is computed in place; an embedding op touches `used` rows of its table."""
     op = record(call.op)
-    given = replace(arguments(call), in_place=_in_place(call, places), different_tokens=used)
+    given = replace(Arguments.of(call), in_place=_in_place(call, places), different_tokens=used)
     return CallWork(op.rate_dtype(given), op.flops(given), op.num_bytes(given))
 
 

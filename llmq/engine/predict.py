@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from llmq.backends import arguments
 from llmq.errors import UsageError
 from llmq.hardware import cards
 from llmq.hardware.cards import Card
@@ -124,7 +123,7 @@ def program_seconds(program: Program, rates: Rates, tokens: int) -> float:
 
 def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     """Seconds of a call by itself; of an embedding's rows no more than `tokens` are read or written."""
-    op, given = record(call.op), changed(arguments(call), different_tokens=float(tokens))
+    op, given = record(call.op), changed(Arguments.of(call), different_tokens=float(tokens))
     if op.is_collective:
         return rates.node + _sent_bytes(given) / rates.peers
     num_bytes = op.num_bytes(given)

@@ -20,7 +20,7 @@ from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
 from llmq.hardware.cores import num_cores
 from llmq.operands import Output, Tensor
 from llmq.ops import reference
-from llmq.ops.reference.pack import reader
+from llmq.ops.reference.quantize import reader
 from llmq.row import Row
 from llmq.scaling import BLOCK, Nested
 from llmq.tensor import DTYPES, LIMITS, Form, Ref, scale_shape, stored_shape

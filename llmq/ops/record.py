@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from llmq.op_protocol import Ops
 from llmq.ops.seam import record
@@ -60,18 +60,10 @@ class Call:
         return self.op if record(self.op).is_collective else ""
 
 
-class InTurn(Protocol):
-    """A call, or what is made of it."""
-
-    @property
-    def lane(self) -> str: ...
-    @property
-    def collective(self) -> str: ...
-
-
-def together(calls: Iterable[InTurn]) -> Iterator[list[int]]:
+def together(calls: Iterable[Any]) -> Iterator[list[int]]:
     """The indices of each call, and of collectives of one op and lane that follow each other, which may be made as one:
-    these do not read what the others write; a gather after a sum reads the sum."""
+    these do not read what the others write; a gather after a sum reads the sum. What is made of calls goes, too: it has
+    a `lane` and names its `collective`."""
     for _, found in groupby(enumerate(calls), key=lambda each: (each[1].lane, each[1].collective or each[0])):
         yield [index for index, _ in found]
 

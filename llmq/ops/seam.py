@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_bytes
 
 if TYPE_CHECKING:
+    from llmq.ops.record import Call
     from llmq.ops.temporaries import Temporaries
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -39,6 +40,16 @@ class Arguments:
     in_place: frozenset[str] = frozenset()  # outputs whose value is written where the input lies that they may share
     different_tokens: float | None = None  # of the batch: rows of an embedding table that are touched; None: all
 
+    @classmethod
+    def of(cls, call: Call) -> Arguments:
+        """Those of a call of a program."""
+        op = record(call.op)
+        reads = {name: ref for name, ref in zip(op.inputs, call.inputs, strict=True) if ref is not None}
+        results = {name: result for name, result in zip(op.outputs, call.outputs, strict=True) if result is not None}
+        writes = {name: result.refs for name, result in results.items()}
+        added = frozenset(name for name, result in results.items() if result.accumulate)
+        return cls(reads, writes, call.numbers, added)
+
     @property
     def writes_columns(self) -> bool:
         """Whether a quantized copy is written transposed."""
@@ -56,9 +67,9 @@ class OpRecord:
     numbers: tuple[str, ...]
     family: str  # that bench's ladder counts its time in
     shares: Mapping[str, str] = field(default_factory=dict)  # output -> input whose memory it may take at its last read
-    forms: frozenset[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
-    rows: frozenset[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
-    held: frozenset[str] = frozenset()  # outputs that it writes in whatever form they are held in
+    forms: Set[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
+    rows: Set[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
+    held: Set[str] = frozenset()  # outputs that it writes in whatever form they are held in
     cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> what else has its value: forms come from it
     copies: bool = False  # makes each form of its output from the same form of its input
     gathers: bool = False  # a copy from many ranks: only of forms that are made of shards as they are of the whole
@@ -112,23 +123,11 @@ class OpRecord:
         return total - self.untouched(call)
 
 
-def op(
-    *,
-    family: str,
-    shares: Mapping[str, str] | None = None,
-    forms: Iterable[str] = (),
-    rows: Iterable[str] = (),
-    held: Iterable[str] = (),
-    cast_from: Mapping[str, str] | None = None,
-    **more: Any,
-) -> Callable[[Function], Function]:
+def op(**facts: Any) -> Callable[[Function], Function]:
     """Attaches the record of an op to its reference function, and leaves the function unchanged."""
 
     def attached(function: Function) -> Function:
-        names = parse(function)
-        facts = {"shares": shares or {}, "cast_from": cast_from or {}, "forms": frozenset(forms), **more}
-        facts["held"] = frozenset(held)
-        vars(function)["record"] = OpRecord(function.__name__, *names, family=family, rows=frozenset(rows), **facts)
+        vars(function)["record"] = OpRecord(function.__name__, *parse(function), **facts)
         return function
 
     return attached

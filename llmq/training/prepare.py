@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import open_backend
 from llmq.data.batches.loader import Data
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.tokenizer import num_ids

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import open_backend
 from llmq.disk import check_free_space
 from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.files.writers import checkpoint_bytes

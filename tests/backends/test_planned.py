@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, FP8, FP32, FP64, plan_of, tiny
 
-from llmq.backends import open_backend
-from llmq.backends.planned import planned_scratch
+from llmq.backends.opening import open_backend
+from llmq.backends.planned import PlannedBackend
 from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.hardware.device import backend_settings, pick_device
@@ -37,7 +37,7 @@ def test_the_workspace_is_about_what_was_measured():
 @pytest.mark.parametrize("precision", [BF16, *FP8.values()])
 def test_every_step_has_a_size(precision):
     for program in plan_of(precision, config=tiny(hidden_size=64, head_dim=16)).programs.values():
-        assert all(planned_scratch(step, True) >= 0 for step in program.calls)
+        assert all(PlannedBackend().scratch_bytes(step) >= 0 for step in program.calls)
 
 
 @pytest.mark.parametrize("packing", [None, Packing(6, 12)], ids=["dense", "packed"])
@@ -49,7 +49,8 @@ def test_attention_in_fp32_takes_no_workspace_of_cudnn(packing):
     for step in steps:
         b, t, heads = 2, 16, 4
         for deterministic in (True, False):
-            assert planned_scratch(step, deterministic) == 4 * b * t * heads * (step.op == "attention_backward")
+            found = PlannedBackend(deterministic=deterministic).scratch_bytes(step)
+            assert found == 4 * b * t * heads * (step.op == "attention_backward")
 
 
 CURRENT = "use --fp8-scaling current, or --matmul-dtype bf16"

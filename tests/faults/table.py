@@ -98,7 +98,7 @@ def rounding_same_every_step(real, seed, step, *address):
     return real(seed, 0, *address)
 
 
-@fault("llmq.operands:to_form", "tests/ops/test_cast.py")
+@fault("llmq.operands:to_form", "tests/ops/test_quantize.py")
 def copies_scaled_wrongly(real, value, form, scale):
     return real(value, form, None if scale is None else scale * np.float32(2))
 

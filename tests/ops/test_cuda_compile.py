@@ -21,13 +21,12 @@ from llmq.model.presets import PRESETS
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import compile as cuda_compile
-from llmq.ops.cuda import embedding, launch
+from llmq.ops.cuda import launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
-from llmq.ops.seam import Arguments
 from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
 from llmq.stores.fetched_weights import MASTER_FORM
-from llmq.tensor import COLSUM, DTYPES, Form, Ref, num_norm_tiles, scale_shape, stored_shape
+from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
 
@@ -138,7 +137,7 @@ class Address:
         self.shape, self.dtype, self.size = shape, np.dtype(dtype), int(np.prod(shape))
         self.nbytes = self.size * self.dtype.itemsize
         self.strides = tuple(self.dtype.itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        self.data = SimpleNamespace(ptr=ptr, memset_async=lambda value, size: None)
+        self.data = SimpleNamespace(ptr=ptr)
 
 
 @dataclass
@@ -188,12 +187,14 @@ SCRATCH = Address((2**34,), np.dtype(np.uint8), 1 << 60)
 
 
 def bound(kernels: Mapping[str, launch.Kernel]) -> Any:
-    """The ops as attributes; those that need scratch get some."""
+    """The ops as attributes, refused as by a plan; those that need scratch get some."""
 
     def given(op: str) -> Callable[..., None]:
         def call(*handles: Any, **numbers: Any) -> None:
-            kernel = kernels[op]
-            needs = kernel.needed(arguments_of(op, *handles, **numbers))
+            kernel, given = kernels[op], arguments_of(op, *handles, **numbers)
+            if kernel.refuse is not None:
+                kernel.refuse(given, launch.capability())
+            needs = kernel.needed(given)
             kernel.launch(*handles, **numbers, **({"scratch": SCRATCH} if needs else {}))
 
         return call
@@ -489,20 +490,6 @@ def test_the_gradient_of_an_embedding_has_the_shared_memory_that_it_asks_for(lau
     assert 48 * 1024 < max(asked) <= launch.shared_bytes_limit(capability)
 
 
-def test_the_gradient_of_an_embedding_refuses_tokens_beyond_what_ranks_can_number(launches):
-    """Where there is no plan, too."""
-    refuse = cuda.KERNELS["embedding_backward"].refuse
-    most, output = embedding.MOST_TOKENS, launches.output((1000, 64), "bf16", None)
-    for shape in ((1, most, 64), (2, most // 2, 64)):
-        refuse(Arguments({"d_res": Ref("d_res", "activation", shape, "bf16")}, {}, {}), 90)
-        OPS.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
-    shape = (1, most + 1, 64)
-    with pytest.raises(UsageError, match=r"16777217 tokens is more than the 16777216 .*--batch-size"):
-        refuse(Arguments({"d_res": Ref("d_res", "activation", shape, "bf16")}, {}, {}), 90)
-    with pytest.raises(UsageError, match="16777217 tokens"):
-        OPS.embedding_backward(output, launches.tensor(shape, "bf16"), launches.tensor(shape[:2], "int32"))
-
-
 @pytest.mark.parametrize(
     ("constant", "says"),
     [
@@ -550,17 +537,6 @@ def heads(noted: Launches, dtype: str, head_dim: int, *forms: Form | None) -> No
     written = noted.output(qkv.shape, dtype, *forms)
     OPS.qk_norm_backward(written, *gradients, qkv, qkv, weight, weight, cell, **HEADS)
     OPS.rope_backward(written, qkv, table, positions, **HEADS)
-
-
-def test_heads_with_odd_halves_are_refused_where_numbers_go_by_twos(launches):
-    """Where there is no plan, too."""
-    heads(launches, "fp32", 18, None, COLSUM)
-    for forms in ((COL8,), (ROW8, COL8)):
-        with pytest.raises(UsageError, match=r"head_dim 18: half of it is odd, .* use --fp8-scaling current"):
-            heads(launches, "fp32", 18, *forms)
-        heads(launches, "fp32", 20, *forms)
-    with pytest.raises(UsageError, match=r"head_dim 18: half of it is odd, .* use --model-dtype fp32"):
-        heads(launches, "bf16", 18, None)
 
 
 @pytest.mark.parametrize("op", ["rope", "qk_norm"])

@@ -221,14 +221,6 @@ def test_a_chunk_of_tokens_is_a_problem_of_its_own(layout):
     assert problem.alignment == 256 or any(address % (2 * problem.alignment) for address in addresses)
 
 
-def test_an_unwanted_output_is_not_computed():
-    case, inputs = arguments("linear_dgrad", ODD, "fp32")
-    gemms = NumpyGemms()
-    unwanted = output(case.outputs["d_x"], "fp32", ())
-    call(gemms, "linear_dgrad")(as_host(unwanted), *map(as_host, inputs.values()))
-    assert gemms.problems == []
-
-
 @pytest.mark.parametrize("layout", ["row", "col"])
 @pytest.mark.parametrize("op", LINEAR)
 def test_the_problem_is_known_from_the_plan(op, layout):

@@ -129,7 +129,7 @@ def test_an_odd_width_is_refused_with_the_way_out():
 @pytest.mark.gpu
 def test_scales_are_found_on_two_streams_at_once():
     """As weights that are gathered are quantized beside activations."""
-    from llmq.ops.cuda.cast import amax_scale
+    from llmq.ops.cuda.quantize import amax_scale
 
     cupy, device = pytest.importorskip("cupy"), Device()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]

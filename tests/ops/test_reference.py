@@ -70,7 +70,7 @@ def test_bf16_is_the_f32_result_rounded_once(op, size):
         np.testing.assert_array_equal(narrow[name], expected.astype(narrow[name].dtype), err_msg=name)
 
 
-@EVERY_OP
+@pytest.mark.parametrize("op", [op for op in OPS if len(seam.record(op).outputs) > 1])  # else the call is not made
 def test_an_unwanted_output_is_skipped_and_the_others_are_the_same(op):
     case = make(op, ODD)
     all_wanted = case.values("fp32")

@@ -5,8 +5,8 @@ import pytest
 
 import llmq.operands
 from llmq.operands import Output, Tensor
-from llmq.ops.reference.cast import cast
 from llmq.ops.reference.cross_entropy import cross_entropy
+from llmq.ops.reference.quantize import cast
 from llmq.tensor import DTYPES, IGNORED, Form, stored_shape
 
 ROWS, COLUMNS = 37, 29

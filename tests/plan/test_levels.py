@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, FP8, FP32, spec_of, tiny
 
-from llmq.backends.planned import planned_scratch
+from llmq.backends.planned import PlannedBackend
 from llmq.plan.levels import LEVELS, at_level, name_of, needs_by_level, sent_bytes
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -15,8 +15,7 @@ LAYERS = 8
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
-def scratch(call):
-    return planned_scratch(call, deterministic=True)
+scratch = PlannedBackend().scratch_bytes
 
 
 def plan_at(level, precision=BF16, size=4, **more):

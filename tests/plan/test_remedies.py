@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, plan_of, tiny
 
-from llmq.backends import open_backend
-from llmq.backends.planned import planned_scratch
+from llmq.backends.opening import open_backend
+from llmq.backends.planned import PlannedBackend
 from llmq.blocks.packed import Packing
 from llmq.hardware.device import memory_bytes, pick_device
 from llmq.model.parameters import padded_vocab
@@ -118,7 +118,9 @@ def test_the_workspace_of_packed_rows_goes_with_the_longest_document():
     for max_docs, longest, measured in ((8, 2048, [15.97, 2.11]), (20, 2048, [36.97, 2.11]), (20, 537, [5.51, 2.11])):
         borders = Ref("borders", "batch", (16, max_docs + 1), "int32")
         call = Call("attention_backward", (None,), (*refs, borders), {**numbers, "longest": longest}, "backward")
-        found = [planned_scratch(call, deterministic) / 2**30 for deterministic in (True, False)]
+        found = [
+            PlannedBackend(deterministic=deterministic).scratch_bytes(call) / 2**30 for deterministic in (True, False)
+        ]
         assert found == pytest.approx(measured, rel=0.01)
 
 

@@ -29,8 +29,6 @@ def attention_forward(
     """
     qkv, borders = read
     shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
-    if not att.wanted and not lse.wanted:
-        return
     if _is_exact(qkv.array.dtype):
         _launch("attention_forward", shape, shape.num_heads, _plain(att), _plain(lse), qkv, borders)
         return
@@ -45,8 +43,6 @@ def attention_forward(
 
 def attention_backward(cudnn: Cudnn, d_qkv: Output, /, *read: Any, scratch: Any = None, **numbers: Any) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv like d_qkv, att like d_att, lse and borders as in forward."""
-    if not d_qkv.wanted:
-        return
     d_att, qkv, att, lse, borders = read
     assert not d_qkv.accumulate, "gradients of activations are written, not added to"
     shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
@@ -89,8 +85,20 @@ def _backward_scratch(cudnn: Cudnn, call: Arguments) -> int:
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    if is_exact(call):
-        _check_exact(_shape_of(call))
+    """UsageError for what the f32 kernels do not take; cuDNN refuses when its plan is made."""
+    shape = _shape_of(call)
+    if not is_exact(call):
+        return
+    if shape.head_dim > MAX_EXACT_HEAD_DIM:
+        raise UsageError(
+            f"attention in fp32 on the GPU takes a head_dim up to {MAX_EXACT_HEAD_DIM}, not {shape.head_dim}: "
+            "use --model-dtype bf16 or --device cpu"
+        )
+    if shape.batch > gpu.GRID_SIDE:
+        raise UsageError(
+            f"attention in fp32 on the GPU takes micro-batches of {gpu.GRID_SIDE} sequences at most, not "
+            f"{shape.batch}: use a smaller --batch-size with more --grad-accumulation"
+        )
 
 
 def is_exact(call: Arguments) -> bool:
@@ -123,19 +131,6 @@ def _is_exact(dtype: np.dtype) -> bool:
     if dtype not in (DTYPES["fp32"], DTYPES["bf16"]):
         raise UsageError(f"attention on the GPU reads bf16 or fp32, not {dtype}: use --device cpu")
     return dtype == DTYPES["fp32"]
-
-
-def _check_exact(shape: AttentionShape) -> None:
-    if shape.head_dim > MAX_EXACT_HEAD_DIM:
-        raise UsageError(
-            f"attention in fp32 on the GPU takes a head_dim up to {MAX_EXACT_HEAD_DIM}, not {shape.head_dim}: "
-            "use --model-dtype bf16 or --device cpu"
-        )
-    if shape.batch > gpu.GRID_SIDE:
-        raise UsageError(
-            f"attention in fp32 on the GPU takes micro-batches of {gpu.GRID_SIDE} sequences at most, not "
-            f"{shape.batch}: use a smaller --batch-size with more --grad-accumulation"
-        )
 
 
 def _att_bytes(shape: AttentionShape) -> int:
@@ -199,7 +194,6 @@ def _plain(output: Output) -> int:
 
 def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Tensor | int | None) -> None:
     """One f32 kernel: a block per tile of rows, head and sequence."""
-    _check_exact(shape)
     constants = {"HD": shape.head_dim, "GROUP": shape.num_heads // shape.num_kv_heads, "KV_HEADS": shape.num_kv_heads}
     constants["PACKED"] = int(shape.max_docs is not None)
     pointers = [x if isinstance(x, int) else _address(x) if x else 0 for x in arguments]

@@ -1,4 +1,8 @@
-"""Collectives between GPUs on the current stream, by NCCL or copy engines: `llmq.comm.nccl.NcclWorld` says which.
+"""Copies between homes and collectives between GPUs, on the current stream; see cuda/repeat.cu and cuda/sum_pieces.cu.
+
+The driver copies between the GPU's memory and pinned memory of the host, over which an array is NumPy's: from any other
+memory the copy would wait, and a graph could not hold it. Collectives are NCCL's or those of copy engines:
+`llmq.comm.nccl.NcclWorld` says which.
 
 Shares are unequal, so a gather is a broadcast by each rank and a sum a reduction to each: in one group these are faster
 than NCCL's own gather and scatter of equal shares (320 and 309 GB/s against 276 and 249, a layer of 7B in bf16 on two
@@ -18,13 +22,54 @@ from llmq.comm.world import ALONE, World
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
-from llmq.ops.cuda.copy import copy_bytes
 from llmq.tensor import Form
 
 if TYPE_CHECKING:
     from llmq.comm.nccl import NcclWorld
 
 THREADS, RESIDENT = 256, 8  # of a block, blocks to a multiprocessor (sum_pieces.cu)
+
+
+def copy_to_host(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def copy_to_device(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def _copy(out: Output, x: Tensor) -> None:
+    for target in out.tensors:
+        alike = (target.form, target.array.shape) == (x.form, x.array.shape)
+        assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
+        copy_bytes(target.array, x.array)
+        if x.form is not None and x.form.owns_scales:
+            copy_bytes(target.scale, x.scale)
+
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """target <- source, arrays of the GPU or of the host, on the current stream."""
+    import cupy
+
+    assert target.nbytes == source.nbytes and target.flags.c_contiguous and source.flags.c_contiguous
+    if not source.nbytes:  # a share may have no rows
+        return
+    runtime = cupy.cuda.runtime
+    stream = cupy.cuda.get_current_stream().ptr
+    # the driver sees from the addresses which side is the host
+    runtime.memcpyAsync(gpu.address(target), gpu.address(source), source.nbytes, runtime.memcpyDefault, stream)
+
+
+def repeat(out: Output, /, block: Tensor, *, first: int) -> None:
+    """out (any shape) <- block (n,): its flat element i is element (first + i) mod n of the block."""
+    count = math.prod(out.shape)
+    number = gpu.access(count, gpu.type_of(out))
+    arguments = (out, block, np.int64(first % block.shape[0]), np.int64(block.shape[0]))
+    constants: Constants = {"X": gpu.type_of(block), "T": gpu.type_of(out), "N": number}
+    blocks = -(-count // (THREADS * number))
+    gpu.launch("repeat", "repeat", blocks, THREADS, (*arguments, np.int64(count)), constants)
 
 
 def all_gather(out: Output, /, x: Tensor | None, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
@@ -79,8 +124,6 @@ def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: 
 
 def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int) -> None:
     """out (n,K) <- own (n,K), pieces (R-1,m,K) or None: f32 sum of n rows of each, own in place `rank`."""
-    if not out.wanted:
-        return
     count, others = math.prod(own.shape), 0 if pieces is None else pieces.shape[0]
     types, columns = {"O": gpu.type_of(out), "X": gpu.type_of(own)}, own.shape[-1]
     form = None if pieces is None else pieces.form
@@ -136,5 +179,6 @@ def _storages(to: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
     return [(to.array, source.array), *([(to.scale, source.scale)] if owns else [])]
 
 
-OPS: tuple[Any, ...] = (all_gather, reduce_scatter, all_to_all, sum_pieces, all_reduce)
-KERNELS = tuple(gpu.Kernel(op) for op in OPS)
+COPIES: tuple[Any, ...] = (copy_to_host, copy_to_device, repeat)
+COLLECTIVES: tuple[Any, ...] = (all_gather, reduce_scatter, all_to_all, sum_pieces, all_reduce)
+KERNELS = tuple(gpu.Kernel(op) for op in (*COPIES, *COLLECTIVES))

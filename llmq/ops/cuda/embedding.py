@@ -9,6 +9,7 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.seam import Arguments
 
 THREADS, RANKERS = 128, 8  # embedding.cu
 PIECE, WARPS, STAGES = 64, 4, 8  # positions that a warp adds, warps of a block, rows that a warp has under way
@@ -20,10 +21,7 @@ MOST_TOKENS = RANKERS << 32 - BIN_BITS  # of a micro-batch: a position's rank in
 
 def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
     """res (B,T,C) <- tokens (B,T) int32, weight (Vp,C)."""
-    if not res.wanted:
-        return
-    kind, columns, count = gpu.type_of(weight), weight.shape[-1], gpu.rows_of(res.shape)
-    assert gpu.type_of(res) == kind, "the embedding is copied"
+    kind, columns, count = gpu.type_of(weight, res), weight.shape[-1], gpu.rows_of(res.shape)
     constants = _constants(kind, kind, columns, weight.shape[0], 0)
     blocks = -(-count * (columns // int(constants["N"])) // (4 * THREADS))
     arguments = (res, tokens, weight, np.int64(count))
@@ -32,15 +30,11 @@ def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
 
 def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor, *, scratch: Any = None) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32, in the order of positions; absent tokens get zero."""
-    if not d_weight.wanted:
-        return
     target, ids, (vocab, columns) = d_weight, tokens, d_weight.shape
     count = gpu.rows_of(d_res.shape)
-    _refuse_tokens(count)
     constants = _constants(gpu.type_of(d_res), gpu.type_of(d_weight), columns, vocab, count)
     if not d_weight.accumulate:
-        array: Any = d_weight.tensors[0].array
-        array.data.memset_async(0, array.nbytes)
+        gpu.zero(gpu.plain(d_weight), d_weight.tensors[0].array.nbytes)
     sizes = _scratch_sizes(d_res.shape)
     rows, borders, arrived, listed, edges = np.cumsum([gpu.room(scratch, sum(sizes)), *sizes[:-1]]).tolist()
     chunks, pieces = -(-columns // (32 * int(constants["N"]))), -(-count // PIECE)
@@ -52,9 +46,9 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor, *, sc
     gpu.launch("embedding", entry, -(-pieces * chunks // WARPS), 32 * WARPS, arguments, constants)
 
 
-def _refuse_tokens(count: int) -> None:
+def _refuse_tokens(call: Arguments, capability: int) -> None:
     """UsageError for more tokens than one launch adds."""
-    if count > MOST_TOKENS:
+    if (count := gpu.rows_of(call.reads["d_res"].shape)) > MOST_TOKENS:
         raise UsageError(
             f"a micro-batch of {count} tokens is more than the {MOST_TOKENS} for which the GPU adds the "
             "embedding's gradient at once: use a smaller --batch-size with more --grad-accumulation"
@@ -82,9 +76,5 @@ def _constants(kind: str, gradient: str, columns: int, vocab: int, count: int) -
 
 KERNELS = (
     gpu.Kernel(embedding_forward),
-    gpu.Kernel(
-        embedding_backward,
-        lambda call: sum(_scratch_sizes(call.reads["d_res"].shape)),
-        lambda call, _: _refuse_tokens(gpu.rows_of(call.reads["d_res"].shape)),
-    ),
+    gpu.Kernel(embedding_backward, lambda call: sum(_scratch_sizes(call.reads["d_res"].shape)), _refuse_tokens),
 )

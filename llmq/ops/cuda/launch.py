@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, LARGEST, Form
+
+if TYPE_CHECKING:
+    from llmq.ops.record import Call
 
 TYPES = {"fp32": "float", "bf16": "bf16", "int32": "int"}
 SIZES = {"bf16": 2, "e4m3": 1, "int8": 1, "uint8": 1}  # bytes; of others 4
@@ -29,8 +32,8 @@ VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
 GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
 DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
 STREAMS = 64  # of cast.cu
+WORD = 0xFFFFFFFF
 STATIC_BYTES = 1024  # of shared memory that a kernel declares at most, where its launcher gives it more
-
 
 _streams: dict[int, int] = {}  # their numbers, by address
 
@@ -49,15 +52,26 @@ class Kernel:
     scratch_bytes: Callable[[Arguments], int] | None = None
     refuse: Callable[[Arguments, int], None] | None = None
 
-    def needed(self, call: Arguments) -> int:
-        """Bytes of scratch of a call."""
-        return self.scratch_bytes(call) if self.scratch_bytes is not None else 0
+    def needed(self, call: Call | Arguments, capability: int = 90) -> int:
+        """Bytes of scratch of a call; UsageError for one that cannot be made on a card of this capability."""
+        if self.scratch_bytes is None and self.refuse is None:
+            return 0  # plans of many layers ask for tens of thousands of calls
+        given = call if isinstance(call, Arguments) else Arguments.of(call)
+        if self.refuse is not None:
+            self.refuse(given, capability)
+        return self.scratch_bytes(given) if self.scratch_bytes is not None else 0
 
 
-def type_of(tensor: Tensor | Output) -> str:
-    """Type name of a value in the kernels; UsageError for what they do not know (fp64)."""
-    dtype = tensor.dtype if isinstance(tensor, Output) else NAMES.get(tensor.array.dtype, str(tensor.array.dtype))
-    return kind_of(dtype, tensor.name)
+def type_of(*tensors: Tensor | Output | None) -> str:
+    """Type name of values in the kernels, which have one dtype; UsageError for what they do not know (fp64)."""
+    kinds = [kind_of(dtype_of(tensor), tensor.name) for tensor in tensors if tensor is not None]
+    assert len({*kinds}) == 1, f"{[tensor.name for tensor in tensors if tensor is not None]} are in {kinds}"
+    return kinds[0]
+
+
+def dtype_of(tensor: Tensor | Output) -> str:
+    """Name of a value's dtype."""
+    return tensor.dtype if isinstance(tensor, Output) else NAMES.get(tensor.array.dtype, str(tensor.array.dtype))
 
 
 def kind_of(dtype: str, name: str) -> str:
@@ -88,6 +102,18 @@ def pointer(tensor: Tensor | None) -> int:
 def address(array: Any) -> int:
     """Address of an array of the GPU (CuPy), or of the host's locked memory (NumPy), which has one for both."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def zero(start: int, num_bytes: int) -> None:
+    """Sets bytes of the GPU to zero, in the order of the current stream."""
+    import cupy
+
+    cupy.cuda.runtime.memsetAsync(start, 0, num_bytes, cupy.cuda.get_current_stream().ptr)
+
+
+def random_key(seed: int, stream: int) -> tuple[np.uint32, np.uint32]:
+    """The key of random words (llmq/ops/reference/random.py)."""
+    return np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD)
 
 
 def room(scratch: Any, num_bytes: int) -> int:
@@ -155,6 +181,11 @@ def _bit(form: Form | None, output: Output) -> int:
 def rows_of(shape: tuple[int, ...]) -> int:
     """Number of rows of a tensor seen as (rows, last axis)."""
     return math.prod(shape[:-1])
+
+
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor seen as (rows, last axis)."""
+    return rows_of(shape), shape[-1]
 
 
 def tiles(rows: int, columns: int, wanted: int, per_lane: int, transposed: int) -> int:

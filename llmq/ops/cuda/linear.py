@@ -38,8 +38,6 @@ WAYS = {
 
 def bias_backward(d_bias: Output, /, d_y: Tensor) -> None:
     """d_bias (N,) <- d_y (...,N) in colsum form: (parts,N) f32; see cuda/bias.cu."""
-    if not d_bias.wanted:
-        return
     assert d_y.form is not None and d_y.form.layout == "colsum", "the bias gradient is read as column sums"
     parts, columns = d_y.array.shape
     arguments = (d_bias, d_y, np.int32(parts), np.int32(columns), gpu.adds(d_bias))
@@ -126,8 +124,6 @@ def _run(
 
     What follows from its handles is worked out at their first call (50 us) and remembered with them.
     """
-    if not output.wanted:
-        return
     given, run = gemms.bound.get(output, (None, None))
     if run is None or given != (inputs, alpha):
         named = dict(zip(record(op).inputs, inputs, strict=True))

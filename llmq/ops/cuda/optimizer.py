@@ -19,13 +19,10 @@ from llmq.tensor import NORM_ROWS, num_norm_tiles
 SQUARE_THREADS, SQUARES = 512, 1 << 14  # elements that a block adds up (sum_squares.cu)
 NORM_THREADS = 1024
 TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
-WORD = 0xFFFFFFFF
 
 
 def sum_squares(partials: Output, /, grad: Tensor, *, scratch: Any = None) -> None:
     """partials (P,) <- grad (any shape): sums of squares of 128 rows each."""
-    if not partials.wanted:
-        return
     constants: Constants = {"G": gpu.type_of(grad), "PIECE": SQUARES}
     tiles, size, pieces = _pieces(grad.shape)
     read = (grad, np.int64(math.prod(grad.shape)), np.int64(size), np.int32(pieces))
@@ -130,7 +127,6 @@ def _update(
     number = gpu.access(columns if tiled else count, *types.values())
     written = (*(x for new, old in states.values() for x in ((0, 0) if old is None else _held(new))), *outputs)
     given = (x for _, old in states.values() for x in ((0, 0) if old is None else (old, _scale(old))))
-    key = (np.uint32(seed & WORD), np.uint32((stream ^ (seed >> 32)) & WORD))
     # blocks to a multiprocessor that registers leave room for
     resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & gpu.COL or is_coded else 4
     if tiled:
@@ -144,7 +140,7 @@ def _update(
         *given,
         *read,
         *numbers,
-        *key,
+        *gpu.random_key(seed, stream),
         np.int64(count),
         np.int64(first),
         np.int64(gpu.height(weight)),

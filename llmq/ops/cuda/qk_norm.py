@@ -54,21 +54,9 @@ def _scratch_bytes(qkv: tuple[int, ...], q_weight: tuple[int, ...]) -> int:
     return -(-gpu.rows_of(qkv) // gpu.SUMS_ROWS) * (qkv[-1] // q_weight[-1]) * q_weight[-1] * 4
 
 
-def _refuse_heads(kind: str, head_dim: int) -> None:
-    """UsageError for heads that no warp holds."""
-    number = gpu.access(head_dim, kind)
-    if head_dim > 32 * number:
-        fix = "--model-dtype bf16 or --device cpu" if kind == "float" else "--device cpu"
-        raise UsageError(
-            f"head_dim {head_dim} is wider than the {32 * number} that a warp of the GPU normalises, {number} numbers "
-            f"at a time: use {fix}"
-        )
-
-
 def _constants(
     kind: str, gradient: str, width: int, wanted: dict[str, int | str], *, num_heads: int, num_kv_heads: int
 ) -> dict[str, int | str]:
-    _refuse_heads(kind, width)
     number = gpu.access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
     sizes = {"HQ": num_heads, "HKV": num_kv_heads, "HD": width, "N": number, "LANES": lanes}
@@ -76,8 +64,16 @@ def _constants(
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    qkv, q_weight = call.reads["qkv"], call.reads["q_weight"]
-    _refuse_heads(gpu.kind_of(qkv.dtype, qkv.name), q_weight.shape[-1])
+    """UsageError for heads that no warp holds."""
+    qkv, head_dim = call.reads["qkv"], call.reads["q_weight"].shape[-1]
+    kind = gpu.kind_of(qkv.dtype, qkv.name)
+    number = gpu.access(head_dim, kind)
+    if head_dim > 32 * number:
+        fix = "--model-dtype bf16 or --device cpu" if kind == "float" else "--device cpu"
+        raise UsageError(
+            f"head_dim {head_dim} is wider than the {32 * number} that a warp of the GPU normalises, {number} numbers "
+            f"at a time: use {fix}"
+        )
 
 
 KERNELS = (

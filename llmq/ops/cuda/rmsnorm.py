@@ -20,13 +20,11 @@ TALL, MIDDLE, LOW = 64, 32, 16
 
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
-    kind, rows = gpu.type_of(res), gpu.rows_of(res.shape)
-    assert gpu.type_of(weight) == gpu.type_of(x) == kind, "a norm computes in one dtype"
+    kind, rows = gpu.type_of(res, weight, x), gpu.rows_of(res.shape)
     wanted, outputs = gpu.forms(x, may_be_cut=True)
     constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
     threads, per_block = _threads(constants), int(constants["ROWS"])
-    arguments = (*outputs, rstd, res, weight, np.float32(eps))
-    arguments += (np.int64(rows), np.int64(gpu.height(x)))
+    arguments = (*outputs, rstd, res, weight, np.float32(eps), np.int64(rows), np.int64(gpu.height(x)))
     shared = _tile_bytes(constants)
     gpu.launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
 
@@ -66,23 +64,6 @@ def _scratch_bytes(res: tuple[int, ...]) -> int:
     return -(-rows // _rows_per_part(rows)) * res[-1] * 4
 
 
-def _refuse_norm(kind: str, columns: int, *, transposed: bool, shared_bytes: int) -> None:
-    """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of so much shared memory."""
-    number = gpu.access(columns, kind)
-    if columns > number * 32 * HELD * MOST_WARPS:
-        raise UsageError(
-            f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
-            f"normalises, {number} numbers at a time: use --device cpu"
-        )
-    tile = LOW * _pitch(columns)
-    if transposed and tile > shared_bytes - gpu.STATIC_BYTES:
-        raise UsageError(
-            f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
-            f"and a block of this GPU has {shared_bytes - gpu.STATIC_BYTES}: use --fp8-scaling current, or "
-            "--matmul-dtype bf16"
-        )
-
-
 def _rows_per_part(rows: int) -> int:
     """Rows of one block: a multiple of a tile's, so that parts do not depend on the forms."""
     return max(TALL, -(-rows // (PARTS * TALL)) * TALL)
@@ -92,15 +73,13 @@ def _constants(
     kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
 ) -> dict[str, int | str]:
     assert not int(wanted["FORMS"]) & gpu.SUMS, "column sums of what a norm writes are never read"
-    transposed, most = bool(int(wanted["FORMS"]) & gpu.COL), gpu.shared_bytes_limit()
-    _refuse_norm(kind, columns, transposed=transposed, shared_bytes=most)
-    number = gpu.access(columns, kind)
+    transposed, number = bool(int(wanted["FORMS"]) & gpu.COL), gpu.access(columns, kind)
     accesses = columns // number
     group = -(-accesses // (32 * HELD))
     warps, blocks, ahead = _shape(group, forward, transposed)
     groups = rows = max(1, warps // group)
     if transposed:
-        limit = most - gpu.STATIC_BYTES
+        limit = gpu.shared_bytes_limit() - gpu.STATIC_BYTES
         heights = ((TALL, limit // 2), (MIDDLE, limit), (LOW, limit))  # rows, and bytes that a block may have
         rows = next(rows for rows, room in heights if rows * _pitch(columns) <= room)
     held = -(-accesses // (32 * group))
@@ -137,9 +116,20 @@ def _tile_bytes(constants: dict[str, int | str]) -> int:
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    res, limit = call.reads["res"], gpu.shared_bytes_limit(capability)
-    kind = gpu.kind_of(res.dtype, res.name)
-    _refuse_norm(kind, res.shape[-1], transposed=call.writes_columns, shared_bytes=limit)
+    """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of a card's shared memory."""
+    res, room = call.reads["res"], gpu.shared_bytes_limit(capability) - gpu.STATIC_BYTES
+    columns, number = res.shape[-1], gpu.access(res.shape[-1], gpu.kind_of(res.dtype, res.name))
+    if columns > number * 32 * HELD * MOST_WARPS:
+        raise UsageError(
+            f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
+            f"normalises, {number} numbers at a time: use --device cpu"
+        )
+    tile = LOW * _pitch(columns)
+    if call.writes_columns and tile > room:
+        raise UsageError(
+            f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
+            f"and a block of this GPU has {room}: use --fp8-scaling current, or --matmul-dtype bf16"
+        )
 
 
 KERNELS = (

@@ -24,31 +24,14 @@ def rope_backward(
     _turn(d_qkv, d_out, table, positions, num_heads, num_kv_heads, -1)
 
 
-def _refuse_halves(kind: str, head_dim: int, *, transposed: bool) -> None:
-    """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
-    if head_dim % 4 == 0:
-        return
-    start = f"head_dim {head_dim}: half of it is odd, and"
-    if kind == "bf16":
-        raise UsageError(f"{start} bf16 is read two numbers at a time: use --model-dtype fp32, or --device cpu")
-    if transposed:
-        raise UsageError(
-            f"{start} gradients are written as fp8 columns two at a time: use --fp8-scaling current, or "
-            "--matmul-dtype bf16"
-        )
-
-
 def _turn(
     out: Output, x: Tensor, table: Tensor, positions: Tensor, num_heads: int, num_kv_heads: int, sign: int
 ) -> None:
-    if not out.wanted:
-        return
-    assert gpu.type_of(table) == "float" and gpu.type_of(out) == gpu.type_of(x)
-    kind, width, rows = gpu.type_of(x), table.shape[-1], gpu.rows_of(x.shape)
+    assert gpu.type_of(table) == "float"
+    kind, width, rows = gpu.type_of(x, out), table.shape[-1], gpu.rows_of(x.shape)
     wanted, outputs = gpu.forms(out)
     in_place = wanted["FORMS"] == gpu.VALUE and outputs[0] == gpu.pointer(x)
     bits = int(wanted["FORMS"])
-    _refuse_halves(kind, width, transposed=bool(bits & gpu.COL))
     number = gpu.access(width // 2, kind)
     if bits & (gpu.SUMS | gpu.COL):
         # angles of 4 channels are 16 bytes, and serve two heads; a row of lanes is half a head where that is 8 or 16
@@ -67,8 +50,18 @@ def _turn(
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    heads, table = next(iter(call.reads.values())), call.reads["table"]
-    _refuse_halves(gpu.kind_of(heads.dtype, heads.name), table.shape[-1], transposed=call.writes_columns)
+    """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
+    heads, head_dim = next(iter(call.reads.values())), call.reads["table"].shape[-1]
+    if head_dim % 4 == 0:
+        return
+    start = f"head_dim {head_dim}: half of it is odd, and"
+    if gpu.kind_of(heads.dtype, heads.name) == "bf16":
+        raise UsageError(f"{start} bf16 is read two numbers at a time: use --model-dtype fp32, or --device cpu")
+    if call.writes_columns:
+        raise UsageError(
+            f"{start} gradients are written as fp8 columns two at a time: use --fp8-scaling current, or "
+            "--matmul-dtype bf16"
+        )
 
 
 KERNELS = (gpu.Kernel(rope_forward, refuse=_refuse), gpu.Kernel(rope_backward, refuse=_refuse))

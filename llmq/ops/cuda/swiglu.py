@@ -19,10 +19,7 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
 
 
 def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Tensor, ...]) -> None:
-    if not output.wanted:
-        return
-    kind, columns, rows = gpu.type_of(output), gate_up[-1] // 2, gpu.rows_of(gate_up)
-    assert all(gpu.type_of(tensor) == kind for tensor in read), "activations have one dtype"
+    kind, columns, rows = gpu.type_of(output, *read), gate_up[-1] // 2, gpu.rows_of(gate_up)
     wanted, outputs = gpu.forms(output)
     number = gpu.access(columns, kind)
     blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, gpu.TILE_ROWS)

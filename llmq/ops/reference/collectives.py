@@ -1,8 +1,11 @@
-"""Collectives: what the ranks of a run make of all their tensors, each rank calling the same ops in the same order.
+"""Copies between the homes of a tensor, bit for bit, and collectives: what ranks make of all their tensors.
 
-Rows of a tensor, seen as (rows, last axis), are shared out by `bounds` (R + 1 numbers): those from bounds[r] up to
-bounds[r + 1] are rank r's; it may have none. The backend gives `world`; alone, an op makes of one rank's tensors what
-it says of all.
+Each direction of a copy has a lane of its own: a link moves both at once. A bench fills its weights with one block of
+numbers, over and over.
+
+Of collectives each rank calls the same in the same order. Rows of a tensor, seen as (rows, last axis), are shared out
+by `bounds` (R + 1 numbers): those from bounds[r] up to bounds[r + 1] are rank r's; it may have none. The backend gives
+`world`; alone, an op makes of one rank's tensors what it says of all.
 """
 
 from __future__ import annotations
@@ -16,6 +19,35 @@ import numpy as np
 from llmq.comm.world import ALONE, World
 from llmq.operands import Output, Tensor
 from llmq.ops.seam import op
+
+
+@op(family="copies", lane="to_host", copies=True)
+def copy_to_host(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+@op(family="copies", lane="to_device", copies=True)
+def copy_to_device(out: Output, /, x: Tensor) -> None:
+    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
+    _copy(out, x)
+
+
+def _copy(out: Output, x: Tensor) -> None:
+    for target in out.tensors:
+        alike = (target.form, target.array.shape, target.array.dtype) == (x.form, x.array.shape, x.array.dtype)
+        assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
+        target.array[...] = x.array
+        if x.form is not None and x.form.owns_scales:
+            assert target.scale is not None and x.scale is not None
+            target.scale[...] = x.scale
+
+
+@op(family="copies")
+def repeat(out: Output, /, block: Tensor, *, first: int) -> None:
+    """out (any shape) <- block (n,): its flat element i is element (first + i) mod n of the block."""
+    values, start = block.read(), first % block.shape[0]
+    out.write(np.resize(np.roll(values, -start) if start else values, out.shape))
 
 
 @op(family="collectives", lane="comm", gathers=True, copies=True, is_collective=True)

@@ -41,8 +41,6 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor) -> No
     Row v is the sum of d_res over the positions that hold token v, in a fixed order, and zero for absent tokens. Only
     rows that occur are computed: a dense f32 gradient of a large vocabulary would cost more than the model.
     """
-    if not d_weight.wanted:
-        return
     d, ids = d_res.read(), tokens.read().ravel()
     order = np.argsort(ids, kind="stable")
     rows, starts = np.unique(ids[order], return_index=True)

@@ -16,7 +16,7 @@ def _multiply_adds(call: Arguments) -> int:
     return math.prod(call.reads["x"].shape) * call.reads["weight"].shape[0]
 
 
-def _gradient_multiply_adds(call: Arguments) -> int:
+def gradient_multiply_adds(call: Arguments) -> int:
     """d_y (M,N) weight (N,K), or d_y (M,N) x (M,K): M N K."""
     d_y, other = list(call.reads.values())[:2]
     return math.prod(d_y.shape) * other.shape[-1]
@@ -40,8 +40,6 @@ def linear_forward(
 
     The residual may be the memory of y. Of all three maps, operands and result may be columns of a wider matrix.
     """
-    if not y.wanted:
-        return
     value = _product(x.read().reshape(-1, x.shape[-1]), weight.read().T, alpha)
     if bias is not None:
         value += bias.read()
@@ -50,43 +48,22 @@ def linear_forward(
     y.write(value.reshape(y.shape))
 
 
-@_linear(family="linears dgrad", multiply_adds=_gradient_multiply_adds, temporaries=product("d_x", "d_y", "weight"))
+@_linear(family="linears dgrad", multiply_adds=gradient_multiply_adds, temporaries=product("d_x", "d_y", "weight"))
 def linear_dgrad(d_x: Output, /, d_y: Tensor, weight: Tensor, residual: Tensor | None, *, alpha: float = 1.0) -> None:
     """d_x (...,K) <- d_y (...,N), weight (N,K), residual (...,K) or None: alpha d_y weight + residual.
 
     The residual may be the memory of d_x.
     """
-    if not d_x.wanted:
-        return
     value = _product(d_y.read().reshape(-1, d_y.shape[-1]), weight.read(), alpha)
     if residual is not None:
         value += residual.read().reshape(value.shape)
     d_x.write(value.reshape(d_x.shape))
 
 
-@_linear(family="linears wgrad", multiply_adds=_gradient_multiply_adds, temporaries=product("d_weight", "d_y", "x"))
+@_linear(family="linears wgrad", multiply_adds=gradient_multiply_adds, temporaries=product("d_weight", "d_y", "x"))
 def linear_wgrad(d_weight: Output, /, d_y: Tensor, x: Tensor, *, alpha: float = 1.0) -> None:
     """d_weight (N,K) <- d_y (...,N), x (...,K): alpha d_y^T x, a sum over all leading axes."""
-    if d_weight.wanted:
-        d_weight.write(_product(d_y.read().reshape(-1, d_y.shape[-1]).T, x.read().reshape(-1, x.shape[-1]), alpha))
-
-
-@op(
-    family="linears wgrad",
-    takes_columns=True,
-    products=2,
-    multiply_adds=_gradient_multiply_adds,
-    temporaries=lambda a: max(product("d_low", "d_y", "up")(a), product("d_up", "d_y", "low")(a)),
-)
-def low_rank_backward(
-    d_low: Output, d_up: Output, /, d_y: Tensor, low: Tensor, up: Tensor, *, alpha: float = 1.0
-) -> None:
-    """d_low (...,R), d_up (N,R) <- d_y (...,N), low (...,R), up (N,R): alpha d_y up, alpha d_y^T low.
-
-    What `linear_dgrad` and `linear_wgrad` make, for so small a rank R that reading d_y is all that takes time.
-    """
-    linear_dgrad(d_low, d_y, up, None, alpha=alpha)
-    linear_wgrad(d_up, d_y, low, alpha=alpha)
+    d_weight.write(_product(d_y.read().reshape(-1, d_y.shape[-1]).T, x.read().reshape(-1, x.shape[-1]), alpha))
 
 
 @op(family="linears wgrad")

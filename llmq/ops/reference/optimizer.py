@@ -1,4 +1,4 @@
-"""The update: sums of squares of gradients, the global norm with clipping, AdamW (Loshchilov and Hutter, 2019) and SGD.
+"""The update: sums of squares of gradients, the global norm with clipping, and AdamW (Loshchilov and Hutter, 2019).
 
 Gradients arrive as sums over tokens; one number, `scale`, makes them the clipped gradient of the mean loss. `apply` is
 0 when the step is not finite: then nothing is written, and the host need not look before the next step.
@@ -63,41 +63,6 @@ def grad_scale(
     apply.write(finite.astype(value.dtype))
 
 
-@op(family="optimizer")
-def last_norm_scale(
-    new_last_norm: Output,
-    scale: Output,
-    apply: Output,
-    /,
-    norm: Tensor,
-    last_norm: Tensor,
-    loss_total: Tensor,
-    num_tokens: Tensor,
-    *,
-    grad_clip: float,
-) -> None:
-    """new_last_norm, scale, apply (1,) <- norm and last_norm of steps before, loss_total, num_tokens (1,).
-
-    new_last_norm = norm if that is finite, else last_norm; scale = min(1, grad_clip / new_last_norm) / tokens, or 0
-    without tokens (grad_clip 0: no clipping); apply = 1 if the loss is finite, else 0. new_last_norm may be the memory
-    of last_norm.
-    """
-    seen, tokens = norm.read(), float(num_tokens.read()[0])
-    last = np.where(np.isfinite(seen), seen, last_norm.read())
-    finite = np.isfinite(loss_total.read()).astype(last.dtype)
-    clip = grad_clip / float(last[0]) if grad_clip and last[0] > grad_clip else 1.0
-    new_last_norm.write(last)
-    scale.write(np.full_like(last, clip / tokens if tokens else 0.0))
-    apply.write(finite)
-
-
-@op(family="optimizer", for_each_row=True)
-def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
-    """out (1,) <- apply (1,) if all partials (P,), sums of squares, are finite, else 0."""
-    value = apply.read()
-    out.write(np.where(np.isfinite(partials.read()).all(), value, np.zeros_like(value)))
-
-
 SLICES_OF_CODES = 15  # that are there at once, with states in 8 bits
 
 
@@ -108,13 +73,13 @@ def _temporaries(a: Temporaries) -> int:
     return SLICES_OF_CODES * a.width * max(a.inputs["grad"].shape[-1], SLICE) if has_codes else 0
 
 
-def _rule(held: set[str]) -> Callable[[Function], Function]:
+def rule(held: set[str]) -> Callable[[Function], Function]:
     """`op` of an optimizer's rule."""
     made: dict[str, Any] = {"forms": {"weight"}, "cast_from": {"weight": "new_master"}, "held": held}
     return op(family="optimizer", for_each_row=True, temporaries=_temporaries, **made)
 
 
-@_rule(held={"new_master", "new_m", "new_v"})
+@rule(held={"new_master", "new_m", "new_v"})
 def adamw(
     new_master: Output,
     new_m: Output,
@@ -160,54 +125,12 @@ def adamw(
         second_moment = beta_2 * _read_v(v.chunk(start, rows)) + (1 - beta_2) * (g * g)
         update = (first_moment / bias_1) / (np.sqrt(second_moment / bias_2) + epsilon)
         updated = master.chunk(start, rows).read() * (1 - lr * weight_decay) - lr * update
-        _write(new_m.chunk(start, rows), first_moment, M, *address)
-        _write(new_v.chunk(start, rows), second_moment, V, *address)
-        _write_master(new_master, weight, master, updated, (start, rows), *address)
+        write(new_m.chunk(start, rows), first_moment, M, *address)
+        write(new_v.chunk(start, rows), second_moment, V, *address)
+        write_master(new_master, weight, master, updated, (start, rows), *address)
 
 
-@_rule(held={"new_master", "new_m"})
-def sgd(
-    new_master: Output,
-    new_m: Output,
-    weight: Output,
-    /,
-    master: Tensor,
-    m: Tensor | None,
-    grad: Tensor,
-    scale: Tensor,
-    apply: Tensor,
-    learning_rate: Tensor,
-    step: Tensor,
-    *,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    seed: int,
-    stream: int,
-    first: int = 0,
-    rate: float = 1.0,
-) -> None:
-    """new_master, new_m, weight <- master, m, grad (one shape; no m without momentum); the other four are (1,).
-
-    As torch.optim.SGD without dampening, whose weight decay is part of the gradient: g = grad * scale + weight_decay
-    master, m = momentum m + g, and with lr = learning_rate * rate, master = master - lr (g + momentum m) with nesterov,
-    else master - lr m; without m that is master - lr g. Storage, rounding, shares and `apply` are as of `adamw`.
-    """
-    if apply.read()[0] == 0:
-        return
-    lr = float(learning_rate.read()[0]) * rate
-    for start, rows in slices(master.shape):
-        address = (seed, int(step.read()[0]), stream, first + start * master.shape[-1])
-        value = master.chunk(start, rows).read()
-        update = grad.chunk(start, rows).read() * scale.read() + weight_decay * value
-        if m is not None:
-            buffer = momentum * m.chunk(start, rows).read() + update
-            update = update + momentum * buffer if nesterov else buffer
-            _write(new_m.chunk(start, rows), buffer, M, *address)
-        _write_master(new_master, weight, master, value - lr * update, (start, rows), *address)
-
-
-def _write_master(
+def write_master(
     new_master: Output, weight: Output, master: Tensor, updated: np.ndarray, piece: tuple[int, int], *address: int
 ) -> None:
     """Rows (start, count) of a master and the copies of its weight, or of one that is held in 8 bits alone."""
@@ -217,7 +140,7 @@ def _write_master(
         new_master.chunk(*piece).write(updated)
     else:
         assert not weight.wanted, f"{weight.name}: copies of a weight in {master.form} are made of it"
-        _write(new_master.chunk(*piece), updated, MASTER, *address)
+        write(new_master.chunk(*piece), updated, MASTER, *address)
 
 
 def _read_v(v: Tensor) -> np.ndarray:
@@ -226,7 +149,7 @@ def _read_v(v: Tensor) -> np.ndarray:
     return root * root if v.form is not None else root
 
 
-def _write(target: Output, value: np.ndarray, purpose: str, seed: int, step: int, stream: int, first: int) -> None:
+def write(target: Output, value: np.ndarray, purpose: str, seed: int, step: int, stream: int, first: int) -> None:
     """A state as `_stored`, or in the form of 8 bits that it is held in."""
     if not target.wanted or target.tensors[0].form is None:
         target.write(_stored(value, target.dtype, purpose, seed, step, stream, first))

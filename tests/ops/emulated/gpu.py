@@ -24,10 +24,7 @@ class Array(np.ndarray):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        def memset_async(value: int, size: int) -> None:
-            self.reshape(-1).view(np.uint8)[:size] = value
-
-        return SimpleNamespace(ptr=self.ctypes.data, memset_async=memset_async)
+        return SimpleNamespace(ptr=self.ctypes.data)
 
     def get(self) -> np.ndarray:
         return np.array(self)

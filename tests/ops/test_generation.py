@@ -1,16 +1,61 @@
-"""A token's linear map with its norm and SwiGLU: the three ops one after the other, in every split, and its kernel."""
+"""What generation computes, against the whole forward and the ops that it joins; which tokens the cuts leave."""
 
 import numpy as np
 import pytest
 
 from llmq.errors import UsageError
-from llmq.ops.cuda import token_linear
+from llmq.model.config import RopeConfig
+from llmq.model.rope import rope_table
+from llmq.ops import cuda
+from llmq.ops.cuda import generation
 from llmq.ops.reference import OPS
+from llmq.ops.reference.generation import gumbel, threshold
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES, Ref
 
 from .build import output, run, tensor
 from .cuda_build import Device
+
+HQ, HKV, HD, T = 6, 2, 4, 11
+HEADS = {"num_heads": HQ, "num_kv_heads": HKV}
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 99])
+def test_a_token_sees_what_it_sees_in_the_whole_sequence(window):
+    """Sequences of different lengths, whose tokens before the last one were written to a cache in another order."""
+    rng = np.random.default_rng(0)
+    qkv, table = rng.standard_normal((3, T, (HQ + 2 * HKV) * HD)), rope_table(RopeConfig(), HD, T, np.float64)
+    places = np.broadcast_to(np.arange(T, dtype=np.int32), (3, T))
+    numbers = {**HEADS, "window": window, "softmax_scale": HD**-0.5}
+    (turned,) = run("rope_forward", [qkv.shape], qkv, table, places, **HEADS)
+    att, _ = run("attention_forward", [(3, T, HQ * HD), (3, HQ, T)], turned, None, longest=None, **numbers)
+    order, last = [1, 2, 0], np.array([[4], [0], [T - 1]], np.int32)  # of the cache: which sequence, and its last token
+    owners = np.full((3, T), -1, np.int32)
+    for sequence, row in enumerate(order):
+        owners[row, : last[sequence, 0]] = sequence
+    cache = output((3, T, 2 * HKV * HD), "fp64")
+    OPS["cache_write"](cache, tensor(turned), tensor(places), tensor(owners), **HEADS)
+    rows = np.stack([qkv[row, last[sequence]] for sequence, row in enumerate(order)])
+    held = cache.tensors[0].array
+    found, after = run("attention_cached", [(3, 1, HQ * HD), held.shape], rows, held, table, last, **numbers)
+    for sequence, row in enumerate(order):
+        at = last[sequence, 0]
+        np.testing.assert_allclose(found[sequence, 0], att[row, at], rtol=1e-12)
+        np.testing.assert_allclose(after[sequence, : at + 1], turned[row, : at + 1, HQ * HD :], rtol=1e-12)
+        assert np.isnan(after[sequence, at + 1 :]).all()  # poison
+
+
+def test_padding_is_not_written_and_the_rest_of_the_cache_stays():
+    qkv = np.ones((1, 3, (HQ + 2 * HKV) * HD))
+    cache = output((2, T, 2 * HKV * HD), "fp32")
+    cache.tensors[0].array[...] = 7
+    places, owners = np.array([[5, 0, 0]], np.int32), np.array([[1, -1, -1]], np.int32)
+    OPS["cache_write"](cache, tensor(qkv, "fp32"), tensor(places), tensor(owners), **HEADS)
+    array = cache.tensors[0].array
+    assert (array[1, 5] == 1).all()
+    array[1, 5] = 7
+    assert (array == 7).all()
+
 
 EPS = 1e-5
 UNIT = {"bf16": 2.0**-8, "fp32": 2.0**-24}
@@ -112,19 +157,92 @@ def test_a_row_is_split_only_where_few_warps_would_not_read_all_of_it():
         (9, 99, 0): 8,
     }
     for (rows, accesses, gated), split in taken.items():
-        assert token_linear._split(rows, accesses, gated) == split
+        assert generation._split(rows, accesses, gated) == split
 
 
 def test_a_second_round_of_few_blocks_is_not_begun():
-    assert [token_linear._blocks(needed, 528) for needed in (144, 528, 608, 1055, 1056, 18992)] == [
+    assert [generation._blocks(needed, 528) for needed in (144, 528, 608, 1055, 1056, 18992)] == [
         144, 528, 528, 528, 1056, 18992
     ]  # fmt: skip
 
 
 def test_an_odd_width_in_bf16_is_refused():
     """Where there is no plan, too."""
-    refuse = token_linear.KERNELS[0].refuse
+    refuse = cuda.KERNELS["token_linear"].refuse
     for dtype, width in (("bf16", 66), ("fp32", 67)):
         refuse(Arguments({"x": Ref("x", "activation", (1, 1, width), dtype)}, {}, {}), 90)
     with pytest.raises(UsageError, match="a tensor 67 wide cannot be read 4 bytes at a time in bf16"):
         refuse(Arguments({"x": Ref("x", "activation", (1, 1, 67), "bf16")}, {}, {}), 90)
+
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}
+
+
+def drawn_tokens(logits, count=1, **numbers) -> np.ndarray:
+    """`count` tokens from the same logits, each at a position of its own."""
+    rows = np.broadcast_to(logits, (count, 1, len(logits)))
+    positions = np.arange(count, dtype=np.int32)[:, None]
+    shapes = [(count, 1), (count, 1)]
+    given = (rows, positions, np.zeros(count, np.int32))
+    tokens, after = run("sample", shapes, *given, vocab_size=len(logits), **{**OFF, **numbers})
+    assert (after == positions + 1).all()
+    return tokens[:, 0].astype(int)
+
+
+def test_temperature_zero_takes_the_first_of_the_largest():
+    assert drawn_tokens(np.array([1.0, 3.0, 2.0, 3.0]), temperature=0.0)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("cuts", "left"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {0, 1, 2}),  # two are equal
+        ({"top_k": 1}, {0}),
+        ({"top_p": 0.4}, {0}),
+        ({"top_p": 0.45}, {0, 1, 2}),
+        ({"top_p": 0.85}, {0, 1, 2, 3}),
+        ({"min_p": 0.45}, {0, 1, 2}),
+        (
+            {"top_k": 3, "top_p": 0.4, "min_p": 0.01},
+            {0},
+        ),  # 0.4 of the 0.8 that top-k leaves, of which the first has half
+    ],
+)
+def test_the_cuts_leave_the_most_likely(cuts, left):
+    """Of probabilities 0.4, 0.2, 0.2, 0.15, 0.05."""
+    tokens = drawn_tokens(np.log([0.4, 0.2, 0.2, 0.15, 0.05]) + 3, 500, **cuts)
+    assert set(tokens) == left
+
+
+def test_tokens_come_in_proportion():
+    """2000 draws: within five standard deviations, at two temperatures."""
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    for temperature in (1.0, 0.5):
+        expected = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
+        found = np.bincount(drawn_tokens(np.log(p), 2000, temperature=temperature), minlength=4) / 2000
+        assert (np.abs(found - expected) < 5 * np.sqrt(expected * (1 - expected) / 2000)).all()
+
+
+def test_noise_is_gumbels_and_depends_on_its_address_alone():
+    """Mean 0.5772 and variance pi^2 / 6 of 2^18 numbers, to five standard errors; a shorter row has the same."""
+    noise = gumbel(3 + 2**40, 9, 5, 2**18)
+    assert np.isfinite(noise).all()
+    assert abs(noise.mean() - np.euler_gamma) < 5 * np.sqrt(np.pi**2 / 6 / 2**18)
+    assert abs(noise.var() - np.pi**2 / 6) < 0.05
+    np.testing.assert_array_equal(gumbel(3 + 2**40, 9, 5, 77), noise[:77])
+    for other in ((4 + 2**40, 9, 5), (3, 9, 5), (3 + 2**40, 8, 5), (3 + 2**40, 9, 4)):
+        assert not np.array_equal(gumbel(*other, 77), noise[:77])
+
+
+def test_equal_logits_stay_together():
+    z = np.zeros(10, np.float32)
+    assert threshold(z, top_k=3, top_p=0.5, min_p=0.5) <= 0
+
+
+def test_the_penalty_lowers_seen_tokens_and_the_one_that_is_read():
+    logits = np.array([[[2.0, -2.0, 2.0, -2.0, 2.0]]])
+    seen, token = np.array([[1, 1, 0, 0, 0]], np.int32), np.array([[4]], np.int32)
+    out, after = run("penalize", [(1, 1, 5), (1, 5)], logits, seen, token, penalty=2.0)
+    np.testing.assert_array_equal(out[0, 0], [1, -4, 2, -2, 1])
+    np.testing.assert_array_equal(after[0], [1, 1, 0, 0, 1])

@@ -1,9 +1,11 @@
-"""Dropout whose mask is a function of the sample, the position and the site; its backward is itself."""
+"""Noise that is a function of sample and place: dropout, whose backward is itself, and NEFTune's on embeddings."""
+
+import math
 
 import numpy as np
 
 from llmq.operands import Output, Tensor
-from llmq.ops.reference.random import DROPOUT, random_words
+from llmq.ops.reference.random import DROPOUT, EMBEDDING, random_words
 from llmq.ops.seam import op
 
 STEPS = 1 << 16  # a rate is a multiple of its reciprocal
@@ -32,8 +34,6 @@ def dropout(
     words the low halves, then the high ones. It is left out if they are less than rate 2^16, rounded to a whole number,
     by which the factor goes too.
     """
-    if not out.wanted:
-        return
     values, width = x.read(), x.shape[-1]
     rows, kind = values.reshape(-1, width), values.dtype.type
     level = dropped_steps(rate)
@@ -56,3 +56,22 @@ def dropout(
 def dropped_steps(rate: float) -> int:
     """Of 2^16 values of a random number those that leave an element out."""
     return min(round(rate * STEPS), STEPS - 1)
+
+
+@op(family="embedding", shares={"out": "res"}, temporaries=lambda a: a.copies("res") + 5 * a.size("res"))
+def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
+    """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1).
+
+    Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning", 2023, where T is the length of the sample:
+    here it is the row's, padding and all documents of a pack included. `samples` are the rows' places in the run's
+    sequence, modulo 2^32. Element i = t C + c of a row has word i % 4 of block i // 4 of random_words, with the row's
+    place as the step, and u = floor(word / 2^8) / 2^23 - 1, so that every factor is exact in f32.
+    """
+    values = res.read()
+    b, t, c = values.shape
+    blocks = (0, -(-t * c // 4))
+    words = (random_words(seed, int(place), stream, EMBEDDING, *blocks) for place in samples.read())
+    bits = np.stack([word.T.ravel()[: t * c] for word in words])
+    kind = values.dtype.type
+    u = (bits >> np.uint32(8)).astype(kind).reshape(b, t, c) * kind(2.0**-23) - kind(1)
+    out.write(values + u * kind(np.float32(alpha / math.sqrt(t * c))))

@@ -1,0 +1,50 @@
+"""Dropout, and noise on embedded tokens, on the GPU; see cuda/dropout.cu and cuda/embedding_noise.cu."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
+from llmq.ops.cuda import launch as gpu
+from llmq.ops.reference.noise import STEPS, dropped_steps
+from llmq.ops.seam import Arguments
+
+THREADS = 256
+
+
+def dropout(out: Output, /, *read: Any, rate: float, seed: int, stream: int, first: int, length: int) -> None:
+    """out (...,K) <- x (...,K), samples (B,) int32, residual (...,K) or None: keep x / (1 - rate) + residual."""
+    x, _, residual = read
+    kind, size, width = gpu.type_of(x, out, residual), math.prod(x.shape), x.shape[-1]
+    number, level = gpu.access(width, kind), dropped_steps(rate)
+    scale = np.float32(STEPS / (STEPS - level))
+    place = (np.int64(first), np.int64(length), np.int64(size))
+    arguments = (out, *read, scale, np.uint32(level), *gpu.random_key(seed, stream), *place)
+    blocks = -(-size // (THREADS * number))
+    gpu.launch("dropout", "dropout", blocks, THREADS, arguments, {"T": kind, "N": number, "WIDTH": width})
+
+
+def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
+    """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
+    kind, size = gpu.type_of(res, out), math.prod(res.shape[1:])
+    number = gpu.access(size, kind)
+    grid = (-(-size // (THREADS * number)), res.shape[0])
+    scale = np.float32(alpha / math.sqrt(size))
+    arguments = (out, res, samples, scale, *gpu.random_key(seed, stream), np.int64(size))
+    gpu.launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})
+
+
+def _refuse_rows(call: Arguments, capability: int) -> None:
+    """UsageError for more sequences than one launch takes."""
+    if (batch := call.reads["res"].shape[0]) > gpu.GRID_SIDE:
+        raise UsageError(
+            f"--neftune-alpha takes micro-batches of {gpu.GRID_SIDE} sequences at most on the GPU, not {batch}: use a "
+            "smaller --batch-size with more --grad-accumulation"
+        )
+
+
+KERNELS = (gpu.Kernel(dropout), gpu.Kernel(embedding_noise, refuse=_refuse_rows))
