@@ -14,8 +14,7 @@ from typing import Any
 import tokenizers
 
 from llmq.adapters.virtual_tokens import VIRTUAL
-from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.template import ChatTemplate, open_templates
+from llmq.data.chat.template import ChatTemplate, RenderError, open_templates
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Drawn
 from llmq.errors import DataError, UsageError

@@ -13,7 +13,7 @@ from llmq.adapters.resolve import merges
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.rows import RowSource
-from llmq.data.chat.template import OWN, open_templates, template_note
+from llmq.data.chat.template import OWN, open_templates
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import Export, open_export
@@ -94,7 +94,7 @@ def _exported_templates(train: RowSource, tokenizer_folder: Path | None) -> Expo
         )
     own = None
     with suppress(DataError):  # the tokenizer has no templates, or none by default
-        own = template_note(open_templates(tokenizer_folder, OWN))
+        own = open_templates(tokenizer_folder, OWN).note
     if own is not None and own.sources() == chosen.sources():
         return ExportedTemplates(None, tuple(notices))
     if len(ranked) == 1:

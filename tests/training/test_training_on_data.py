@@ -493,7 +493,7 @@ def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, st
             [line.strip() for line in console.getvalue().splitlines() if "keep the whole turns that fit," in line]
         )
     (line, *_) = [line for line in told[0] if "rows of more than" in line and "so far" not in line]
-    assert "8 rows of more than 32 tokens keep the whole turns that fit, 8 rows have none and are left out" in line
+    assert "16 rows of more than 32 tokens keep the whole turns that fit," in line and "(8 rows and 48 " in line
     assert line in told[1]
     longest = int(line.split("--seq-len ")[1].split()[0])
     console = io.StringIO()

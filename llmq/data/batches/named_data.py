@@ -15,7 +15,7 @@ from llmq.data.batches.packing import count_packs, repeated, sizes_in_rows, with
 from llmq.data.batches.rows import WINDOWS, RowForm, Samples
 from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.chat.prompts import read_prompt_template
+from llmq.data.chat.template import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import NAMES, find_anything
 from llmq.data.rows.request import Request, parsed_mapping

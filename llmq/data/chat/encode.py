@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, shortened, trained_runs
-from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.formats import PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
-from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.template import MARKER, OWN, Templates, open_templates, template_note
+from llmq.data.chat.template import MARKER, OWN, RenderError, open_templates
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.text import pieces_of
 from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
@@ -98,7 +97,7 @@ def open_encoder(
 
 
 class Encoder:
-    """Turns rows into documents. `counts` says what it did so far; `notices` are for the user to see before."""
+    """Turns rows into documents. `counts` says what it did so far."""
 
     is_chat = False
     template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
@@ -107,7 +106,6 @@ class Encoder:
     def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
         self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
         self.counts = Counts()
-        self.notices: tuple[str, ...] = ()
         # What ends every document, whatever is in the rows.
         self.own_ends = set() if form.name == "tokens" or self.is_chat else {tokenizer.eos_token_id}
 
@@ -128,14 +126,14 @@ class Encoder:
         return tuple(sorted({*self.counts.end_tokens, *self.own_ends}))
 
     def describe(self) -> str:
-        """Format, mapping, template and mask in words, a line each, with the notices."""
+        """Format, mapping, template and mask in words, a line each."""
         lines = [f"format: {self.format.describe()}", *self._described()]
         if self.options.seq_len is not None:
             # A prompt with its answer is one turn.
             is_pair = self.format.name in PAIRS and not self.is_chat
             done = OVERLONG["drop" if is_pair and self.options.overlong == "turns" else self.options.overlong]
             lines.append(f"{'chats' if self.is_chat else 'rows'} of more than {self.options.seq_len:,} tokens {done}")
-        return "\n".join([*lines, *(f"note: {notice}" for notice in self.notices)])
+        return "\n".join(lines)
 
     def _described(self) -> list[str]:
         eos, begin = self.tokenizer.eos_token, map(self.tokenizer.encoder.id_to_token, self.tokenizer.begin_ids)
@@ -249,8 +247,8 @@ class ChatEncoder(Encoder):
         now: datetime | None = None,
     ) -> None:
         super().__init__(form, tokenizer, options, train_on)
-        self.templates: Templates = open_templates(tokenizer.folder, options.chat_template, now)
-        self.template_note = template_note(self.templates)
+        self.templates = open_templates(tokenizer.folder, options.chat_template, now)
+        self.template_note = self.templates.note
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
         self.encoder = copy.deepcopy(tokenizer.encoder)
@@ -260,7 +258,6 @@ class ChatEncoder(Encoder):
         special = {token.content for token in added if token.special} | {tokenizer.eos_token}
         self.end_tokens = tuple(sorted(special, key=len, reverse=True))
         self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
-        self._read_keys = KNOWN_KEYS.union(*(template.names for template in self.templates.all))
         self._probe(first)
 
     def _probe(self, first: Sequence[Record]) -> None:
@@ -268,40 +265,17 @@ class ChatEncoder(Encoder):
 
         DataError if it does so with a marker that is not one token.
         """
-        template, notices = self.templates.default, []
-        for text, stop in self._probes(first):
-            tail = text[:stop].rstrip()
-            if tail.endswith(self.end_tokens):
-                ids = self.encoder.encode(tail, add_special_tokens=False).ids
-                self.own_ends = {ids[-1]}
-            elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
-                raise DataError(
-                    f"{template.origin}: the template ends a turn with {marker[-1]}, which is "
-                    f"{self._pieces(marker[-1])} of {self.tokenizer.folder}: add it to the tokenizer as a special "
-                    "token, or use another template (--chat-template)"
-                )
-            else:
-                notices.append(
-                    f"the template ends a turn with no token: {self.tokenizer.eos_token} follows the last one"
-                )
-            break
-        split = [
-            m for m in template.markers if len(self._ids(m)) != 1 or self.encoder.id_to_token(self._ids(m)[0]) != m
-        ]
-        if split:
-            each = "; ".join(f"{marker}: {self._pieces(marker)}" for marker in split)
-            notices.append(f"the template has markers that are not one token of the tokenizer: {each}")
-        if re.search(r"arguments['\"\]]*\s*\|\s*tojson", template.source) and "is string" not in template.source:
-            notices.append("the template writes tool calls' arguments as JSON: those that are text will be quoted")
-        self.notices = tuple(notices)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.encoder.encode(text, add_special_tokens=False).ids
-
-    def _pieces(self, marker: str) -> str:
-        """How a marker is tokenized, in words."""
-        tokens = self.encoder.encode(marker, add_special_tokens=False).tokens
-        return f"{len(tokens)} token{'s' * (len(tokens) != 1)} ({' '.join(tokens)})"
+        text, stop = next(self._probes(first), ("", 0))
+        tail = text[:stop].rstrip()
+        if tail.endswith(self.end_tokens):
+            self.own_ends = {self.encoder.encode(tail, add_special_tokens=False).ids[-1]}
+        elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
+            tokens = self.encoder.encode(marker[-1], add_special_tokens=False).tokens
+            raise DataError(
+                f"{self.templates.default.origin}: the template ends a turn with {marker[-1]}, which is {len(tokens)} "
+                f"tokens ({' '.join(tokens)}) of {self.tokenizer.folder}: add it there as a special token, or use "
+                "another template (--chat-template)"
+            )
 
     def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
         """Rendered chats, and where the trained part of their last assistant turn ends."""
@@ -325,6 +299,9 @@ class ChatEncoder(Encoder):
         ends = [str(self.encoder.id_to_token(number)) for number in self.end_token_ids]
         end = f", with {' and '.join(ends)}" if ends else ""
         lines = [f"chat template: {template.origin}", f"trained: {self.train_on.describe()}{how}{end}"]
+        if not self.own_ends:
+            eos = self.tokenizer.eos_token
+            lines.append(f"note: the template ends a turn with no token: {eos} follows the last one")
         if "strftime_now" in template.source:
             lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
         return lines
@@ -349,8 +326,6 @@ class ChatEncoder(Encoder):
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
-        for key in {key for message in chat.messages for key in message} - self._read_keys:
-            self.counts.unread[key] = self.counts.unread.get(key, 0) + 1
         return made, [sample.text for sample in made]
 
     def _encodings(self, texts: list[str]) -> Iterator[Any]:

@@ -27,19 +27,16 @@ class Counts:
     divided: int = 0  # chats that the template makes several documents of
     divided_into: int = 0  # documents
     masked: int = 0  # turns that are not trained because their messages say so
-    unread: dict[str, int] = field(default_factory=dict)  # keys of messages that no template reads, with their rows
     end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
 
     def add(self, other: Counts) -> None:
         """Adds what another encoder counted."""
         for name, value in vars(other).items():
-            match getattr(self, name):
-                case set() as mine:
-                    mine |= value
-                case dict() as mine:
-                    mine.update({key: mine.get(key, 0) + count for key, count in value.items()})
-                case mine:
-                    setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+            mine = getattr(self, name)
+            if name == "end_tokens":
+                mine |= value
+            else:
+                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
 
 
 def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[str]:
@@ -61,27 +58,12 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
             "turns differently from the last one: each of their turns is trained in a document that ends with it"
         )
     if counts.overlong:
-        lines.append(_too_long(counts, seq_len, overlong))
-    if counts.unread:
-        unread = ", ".join(f"{key} ({rows:,} row{'s' * (rows != 1)})" for key, rows in sorted(counts.unread.items()))
-        lines.append(f"messages have keys that the chat template does not read, and nothing else does: {unread}")
+        lost = f" ({counts.too_long:,} rows and {counts.turns_cut:,} trained turns are left out)"
+        done = OVERLONG[overlong] + lost * (overlong == "turns")
+        lines.append(
+            f"{counts.overlong:,} rows of more than {seq_len:,} tokens {done}: --seq-len {counts.longest} keeps all"
+        )
     return lines
-
-
-def _too_long(counts: Counts, seq_len: int | None, overlong: str) -> str:
-    """What became of rows of more than seq_len tokens."""
-    size = f"of more than {seq_len:,} tokens"
-    kept = counts.overlong - counts.too_long
-    if overlong != "turns":
-        text = f"{counts.overlong:,} rows {size} {OVERLONG[overlong]}"
-    elif not kept:
-        text = f"{counts.too_long:,} rows {size} are left out, as no whole trained turn fits"
-    else:
-        text = f"{kept:,} rows {size} keep the whole turns that fit"
-        lost = f"{counts.turns_cut:,} trained turns are left out"
-        text += f", {counts.too_long:,} rows have none and are left out" if counts.too_long else ""
-        text += f" ({lost})"
-    return f"{text}: --seq-len {counts.longest} keeps all"
 
 
 # What is done with rows of more than seq_len tokens, in words. `turns` never trains a part of an answer; text has none,

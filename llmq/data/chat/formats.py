@@ -15,10 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.chat.prompts import PromptTemplate, alpaca_prompt
-from llmq.data.chat.proposals import proposed_map
-from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.untrained import TURN_COLUMNS, untrained_messages
+from llmq.data.chat.template import PromptTemplate, RenderError
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
@@ -73,8 +70,8 @@ Content = Text | Pair | Chat | Tokens
 # Columns of each format: those that a row must have, those that it may have, in the order in which they are looked for.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens": (("input_ids",), ("labels", "attention_mask")),
-    "messages": (("messages",), ("tools", "train_on")),
-    "sharegpt": (("conversations",), ("system", "tools", "train_on")),
+    "messages": (("messages",), ("tools",)),
+    "sharegpt": (("conversations",), ("system", "tools")),
     "prompt-completion": (("prompt", "completion"), ()),
     "alpaca": (("instruction", "output"), ("input", "system")),
     "question-answer": (("question", "answer"), ()),
@@ -89,13 +86,10 @@ OTHER_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
 )
 CHATS = ("messages", "sharegpt")
 PAIRS = ("prompt-completion", "alpaca", "question-answer")
-PAIR_NAMES = ("prompt", "completion")
 CHAT_COLUMNS = ("messages", "conversations")
 # How a message of each format that can be a chat is written.
 _OPENAI = ("role", "content")
 MESSAGE_KEYS = {"messages": _OPENAI, "prompt-completion": _OPENAI, "sharegpt": ("from", "value")}
-# Keys of a message that are of no interest where a template does not read them; for tool_calls see masks.unwritten.
-KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # What ShareGPT and those who write like it call the roles.
 SHAREGPT_ROLES = {
@@ -108,6 +102,16 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
     **{role: role for role in ROLES},
+}
+# What a message that is context only (a bad answer, say) has as 0 or false: `weight` (OpenAI, Mistral, OpenChat),
+# `train` or `training` (axolotl), `loss` (ms-swift, XTuner, AgentInstruct), or one of the others.
+TURN_KEYS = ("weight", "train", "training", "train_on", "train_on_turn", "loss")
+DETAIL_KEYS = ("train_detail", "training_detail")  # axolotl's, for parts of a turn
+# Stanford Alpaca's, by whether the row has an input.
+PREAMBLES = {
+    False: "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
+    True: "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.",
 }
 
 
@@ -139,9 +143,7 @@ class Format:
             return Text(row.filled("text"))
         if self.name == "tokens":
             return _tokens(row, vocab_size)
-        if self.is_chat:
-            return _asked_chat(row) if self.name in PAIRS else _chat(row)
-        return _pair(row)
+        return _chat(row) if self.is_chat else _pair(row)
 
 
 def find_format(
@@ -175,25 +177,14 @@ def find_format(
         raise DataError("there are no rows: give data with at least one")
     for record in first:
         if found := _match(record, names, dict(mapping), with_prompt=template is None):
-            named = found.columns
-            if named.get("train_on") in TURN_COLUMNS:
-                turns = next((name for name in TURN_COLUMNS if any(name in row.value for row in first)), "train_on")
-                named = {**named, "train_on": turns}
-            there = {ours for ours, theirs in named.items() if any(theirs in row.value for row in first)}
-            found = replace(found, columns=named, seen=found.seen | there, chosen=data_format is not None)
+            there = {ours for ours, theirs in found.columns.items() if any(theirs in row.value for row in first)}
+            found = replace(found, seen=found.seen | there, chosen=data_format is not None)
             return replace(found, template=template, preamble=preamble)
-    raise DataError(_no_format(first[0], names, with_prompt=template is None))
-
-
-def _no_format(record: Record, names: Sequence[str], *, with_prompt: bool) -> str:
-    """That a row has the columns of none of the formats `names`, with the --map that would give it one."""
-    columns = ", ".join(map(str, record.value)) or "none"
-    wanted = "; ".join(f"{name} ({', '.join(_needed(name, with_prompt))})" for name in names)
-    pair = next((FORMATS[name][0] for name in names if name in PAIRS), PAIR_NAMES)
-    example = proposed_map(record.value, (pair[0], pair[1]), ROLES)
-    return (
-        f"{record.place}: the columns ({columns}) match no format: {wanted}: name the columns with --map "
-        f"OURS=THEIRS{f', for example {example}' if example else ''}"
+    columns = ", ".join(map(str, first[0].value)) or "none"
+    wanted = "; ".join(f"{name} ({', '.join(_needed(name, template is None))})" for name in names)
+    raise DataError(
+        f"{first[0].place}: the columns ({columns}) match no format: {wanted}: name the columns with --map "
+        "OURS=THEIRS, for example --map messages=dialogue"
     )
 
 
@@ -286,9 +277,10 @@ def _pair(row: _Row) -> Pair:
             question = row.filled("question")
             return Pair(question, row.filled("answer"), question)
     instruction, given, system = row.filled("instruction"), row.string("input"), row.string("system")
-    prompt = alpaca_prompt(instruction, given, system, preamble=row.form.preamble)
-    asked = f"{instruction}\n\n{given}" if given else instruction
-    return Pair(prompt, row.filled("output"), asked, system or None)
+    opening = system or (PREAMBLES[bool(given)] if row.form.preamble else "")  # of the row's own, if it has one
+    parts = [opening, f"### Instruction:\n{instruction}", f"### Input:\n{given}" if given else "", "### Response:\n"]
+    prompt = "\n\n".join(part for part in parts if part)
+    return Pair(prompt, row.filled("output"), f"{instruction}\n\n{given}" if given else instruction, system or None)
 
 
 def _tokens(row: _Row, vocab_size: int) -> Tokens:
@@ -331,25 +323,38 @@ def _integers(row: _Row, name: str) -> np.ndarray:
 
 
 def _chat(row: _Row) -> Chat:
-    columns = row.form.columns
-    column = "messages" if row.form.name == "messages" else "conversations"
-    read = _messages(row, column)
-    untrained = untrained_messages(read, row.value, columns.get("train_on", TURN_COLUMNS[0]), row.bad)
-    if not any(m.get("content", "").strip() or m.get("tool_calls") for m in read):
-        raise row.bad(f"{columns[column]} is empty" if not read else "no message has any text")
-    if system := row.string("system") if "system" in columns else None:
-        read.insert(0, {"role": "system", "content": system})
-        untrained = {turn + 1 for turn in untrained}
-    return Chat(read, _tools(row), frozenset(untrained))
-
-
-def _asked_chat(row: _Row) -> Chat:
-    """The chat of a prompt and a completion that are messages, as TRL has them."""
-    asked, answered = (_messages(row, column) for column in ("prompt", "completion"))
+    """A chat, also of a prompt and a completion that are messages, as TRL has them."""
+    column = FORMATS[row.form.name][0][-1]
+    asked = _messages(row, "prompt") if row.form.name in PAIRS else []
+    answered = _messages(row, column)
     if not any(m.get("content", "").strip() or m.get("tool_calls") for m in answered):
-        raise row.bad(f"{row.form.columns['completion']} is empty")
-    read = [*asked, *answered]
-    return Chat(read, _tools(row), frozenset(untrained_messages(read, {}, TURN_COLUMNS[0], row.bad)), len(asked))
+        raise row.bad("no message has any text" if answered else f"{row.form.columns[column]} is empty")
+    system = row.string("system") if "system" in row.form.columns else None
+    before = [{"role": "system", "content": system}] if system else []
+    untrained = frozenset(len(before) + turn for turn in _untrained(row, [*asked, *answered]))
+    return Chat([*before, *asked, *answered], _tools(row), untrained, len(asked))
+
+
+def _untrained(row: _Row, messages: list[dict[str, Any]]) -> set[int]:
+    """The indices of the messages that say that they are not trained; takes the keys that say it out of them."""
+    found = set()
+    for turn, message in enumerate(messages):
+        place = f"message {turn + 1}"
+        if detail := next((key for key in DETAIL_KEYS if key in message), None):
+            raise row.bad(
+                f"{place} has {detail}, for parts of a turn, but only whole turns can be left out: take it out"
+            )
+        said = {key: message.pop(key) for key in TURN_KEYS if key in message}
+        for key, value in said.items():
+            if not isinstance(value, bool | int | float) or value not in (0, 1):
+                shown = json.dumps(value, default=str)[:40]
+                raise row.bad(f"{place} has {key} {shown}: give 1 or 0 (true or false), as a turn is trained or not")
+        if len(set(said.values())) > 1:
+            each = ", ".join(f"{key}: {'yes' if value else 'no'}" for key, value in said.items())
+            raise row.bad(f"{place} is both to be trained and not to be trained ({each}): remove one of these")
+        if not all(said.values()):
+            found.add(turn)
+    return found
 
 
 def _messages(row: _Row, column: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ message to the last question). A turn that would not stand in the sample as it d
 own, which ends with it. So such a conversation becomes several samples, and each trained turn is in exactly one. Not
 counted are end tokens that only the last turn has after its own (Phi-3's EOS): an earlier turn is trained without.
 
-A message can say that it is not trained (llmq/data/chat/untrained.py): its turn is context only.
+A message can say that it is not trained: its turn is context only.
 
 A token is trained if it holds any character of a span, as in transformers' assistant masks: the text is tokenized once,
 as a whole, so that a token can straddle the border.
@@ -29,8 +29,7 @@ import numpy as np
 import tokenizers
 
 from llmq.data.chat.formats import ROLES, Chat
-from llmq.data.chat.sandbox import RenderError, Rendering
-from llmq.data.chat.template import ChatTemplate
+from llmq.data.chat.template import ChatTemplate, RenderError, Rendering
 from llmq.errors import UsageError
 
 _START, _STOP = itemgetter(0), itemgetter(1)  # of a token's place in the text

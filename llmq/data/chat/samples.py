@@ -51,14 +51,10 @@ def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path 
         return None
     stop = int(masked.document_starts[1])
     ids, trained = np.asarray(masked.tokens[: min(stop, SAMPLE_TOKENS)]), masked.trained(0, min(stop, SAMPLE_TOKENS))
-    decode = TextTokenizer.open(str(folder)).encoder.decode
-    borders = np.flatnonzero(np.diff(trained)) + 1
-    parts = []
-    for piece, is_trained in zip(np.split(ids, borders), trained[[0, *borders]], strict=True):
-        text = printable(decode(piece.tolist(), skip_special_tokens=False))
-        parts.append(f"[[{text}]]" if is_trained else text)
+    document = Encoded(masked.path.name, ids, trained)
+    _, body = show([document], TextTokenizer.open(str(folder)), 1, marks=True).renderables
     more = f" ... ({stop - SAMPLE_TOKENS} more tokens)" if stop > SAMPLE_TOKENS else ""
-    return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{''.join(parts)}{more}"
+    return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{body}{more}"
 
 
 def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> Iterator[tuple[str, bool]]:

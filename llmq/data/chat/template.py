@@ -1,36 +1,135 @@
-"""Chat templates: which one a tokenizer has, and what it makes of a conversation, as transformers' apply_chat_template.
+"""Templates in Jinja: which chat template a tokenizer has, what it makes of a conversation, as transformers'
+apply_chat_template does, and what --prompt-template makes of a row.
 
-A template sees `messages`, `tools`, `documents` (None), `add_generation_prompt` and the tokenizer's named special
+A chat template sees `messages`, `tools`, `documents` (None), `add_generation_prompt` and the tokenizer's named special
 tokens (`bos_token`, ...). `strftime_now` gives one time for all rows: when tokenizing them began, also if it is resumed
 on another day.
+
+Templates are strangers' code. jinja2's sandbox keeps them away from Python's internals and bounds `range`. A rendering
+that writes too much is stopped while it writes; one that takes too long is stopped at its next call of a function,
+method or macro.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import threading
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmq.data.chat.sandbox import Environment, RenderError, Rendering
 from llmq.data.tokens.tokenizer import TemplateNote, json_if_there
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import TEMPLATE_FOLDER
 
+MAX_OUTPUT = 1 << 22  # characters of one rendering: about a million tokens
+MAX_SECONDS = 10.0  # of one rendering
 OWN = "tokenizer"  # the name that --chat-template has for the tokenizer's own
-MAX_TEMPLATE = 1 << 18  # characters; the longest of well-known models has about 30,000
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what a message's reasoning is called
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# What reads as a marker in a template's text: <|im_end|>, [INST], </s>, <start_of_turn>.
+# What reads as a marker in a chat's text: <|im_end|>, [INST], </s>, <start_of_turn>.
 MARKER = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|<[\uff5c][^<>\s]{1,40}>|\[/?[A-Z][A-Z_]{2,30}\]|</?s>|<(?:start|end)_of_[a-z]+>"
 )
+
+
+class RenderError(ValueError):
+    """A template that cannot render what it is given, and why."""
+
+
+class Rendering(NamedTuple):
+    """The text that a template makes, and the spans [start, stop) of its generation blocks."""
+
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """Hugging Face's template language, for any number of threads; without `now`, templates see no time."""
+
+    def __init__(self, now: datetime | None = None) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+        self.lock = threading.Lock()  # a rendering is Python only: side by side, threads would gain nothing
+        self.has_generation = False  # whether a template of this environment has such blocks
+        self.deadline = 0.0
+        self.written = 0  # characters that left the template so far
+        self.generated: list[tuple[int, int, str]] = []  # spans of generation blocks, and what they hold
+        self.filters |= {"tojson": _tojson, "random": _random}
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise_exception, **({"strftime_now": now.strftime} if now else {})}
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls `__obj` for a template; TemplateError after the deadline."""
+        if time.monotonic() > __self.deadline:
+            raise TemplateError(f"it does not end within {MAX_SECONDS:g} s")
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def render(self, template: Template, variables: Mapping[str, Any]) -> Rendering:
+        """What a template of this environment makes. RenderError if it raises, takes too long, or writes too much."""
+        try:
+            with self.lock:
+                return self._rendering(template, variables)
+        except Exception as error:  # a template can raise anything that Python's operators and methods do
+            raise RenderError(_reason(error)) from None
+
+    def _rendering(self, template: Template, variables: Mapping[str, Any]) -> Rendering:
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self.written, self.generated = 0, []
+        pieces = []
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            self.written += len(piece)
+            if self.written > MAX_OUTPUT:
+                raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
+        text = "".join(pieces)
+        if any(text[start:stop] != content for start, stop, content in self.generated):
+            raise TemplateError("a generation block stands in a macro or in a set block, where its place is not known")
+        return Rendering(text, [(start, stop) for start, stop, _ in self.generated])
+
+
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`: what the model is to write. Changes nothing in the text."""
+
+    tags = {"generation"}
+    environment: Environment
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        self.environment.has_generation = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_span"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _span(self, context: Any, caller: Callable[[], str]) -> str:
+        text, start = caller(), self.environment.written
+        self.environment.generated.append((start, start + len(text), text))
+        return text
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateError(str(message))
+
+
+def _random(*args: Any) -> None:
+    raise TemplateError("the filter random gives another text in each run: take it out of the template")
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as transformers writes it: nothing is escaped for HTML, and the keys keep their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
@@ -42,10 +141,6 @@ class ChatTemplate:
     def __init__(
         self, source: str, origin: str, variables: Mapping[str, str] | None = None, now: datetime | None = None
     ) -> None:
-        if len(source) > MAX_TEMPLATE:
-            raise DataError(
-                f"{origin}: the chat template has {len(source):,} characters; the limit is {MAX_TEMPLATE:,}"
-            )
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
         self.now = now or datetime.now()
         self._environment = Environment(self.now)
@@ -53,20 +148,13 @@ class ChatTemplate:
             with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
                 warnings.simplefilter("ignore")
                 self._template = self._environment.from_string(source)
-                tree = self._environment.parse(source)
         except TemplateSyntaxError as error:
             raise DataError(
                 f"{origin}: the chat template is not Jinja: {error.message} (line {error.lineno})"
             ) from None
         except Exception as error:  # what Python's own compiler does not take: MemoryError, RecursionError, ...
             raise DataError(f"{origin}: the chat template cannot be compiled ({_reason(error)})") from None
-        self.has_generation = any(
-            isinstance(block.call.node, nodes.ExtensionAttribute) for block in tree.find_all(nodes.CallBlock)
-        )
-        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
-        self.markers = tuple(dict.fromkeys(MARKER.findall("\n".join(texts))))
-        self.names = _names(tree)
+        self.has_generation = self._environment.has_generation
 
     def render(
         self,
@@ -76,24 +164,9 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> Rendering:
         """A conversation's text. RenderError if the template raises, takes too long, or writes too much."""
-        variables = {
-            **self.variables,
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        try:
-            return self._environment.render(self._template, variables)
-        except Exception as error:  # a template can raise anything that Python's operators and methods do
-            raise RenderError(_reason(error)) from None
-
-
-def _names(tree: nodes.Template) -> frozenset[str]:
-    """What a template may read of a message: its attributes and items; all names of the reasoning if one of them."""
-    found = {node.attr for node in tree.find_all(nodes.Getattr)}
-    found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return frozenset(found.union(REASONING) if found.intersection(REASONING) else found)
+        variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        written = [_with_reasoning(message) for message in messages]
+        return self._environment.render(self._template, {**self.variables, "messages": written, **variables})
 
 
 def _reason(error: Exception) -> str:
@@ -115,21 +188,14 @@ class Templates:
     default: ChatTemplate
     tool_use: ChatTemplate | None = None
 
-    @property
-    def all(self) -> list[ChatTemplate]:
-        """Both, or the only one."""
-        return [self.default] if self.tool_use is None else [self.default, self.tool_use]
-
     def pick(self, tools: Sequence[Any] | None) -> ChatTemplate:
         return self.tool_use if self.tool_use is not None and tools is not None else self.default
 
-
-def template_note(templates: Templates) -> TemplateNote:
-    """What a sidecar keeps of the templates that rendered its rows."""
-    other = templates.tool_use
-    return TemplateNote(
-        origin=templates.default.origin, default=templates.default.source, tool_use=other.source if other else None
-    )
+    @property
+    def note(self) -> TemplateNote:
+        """What a sidecar keeps of them."""
+        other = self.tool_use.source if self.tool_use else None
+        return TemplateNote(origin=self.default.origin, default=self.default.source, tool_use=other)
 
 
 def open_templates(folder: Path, wanted: str | None = None, now: datetime | None = None) -> Templates:
@@ -176,30 +242,26 @@ def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
     Where there are template files, those in tokenizer_config.json do not count, as in transformers.
     """
     found: dict[str, tuple[str, str]] = {}
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        path = folder / name
+    for path in (folder / "chat_template.jinja", *sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))):
+        if path.is_file():
+            try:
+                found["default" if path.parent == folder else path.stem] = (path.read_text(encoding="utf-8"), str(path))
+            except (OSError, UnicodeDecodeError) as error:
+                raise DataError(f"{path}: cannot be read ({error})") from None
+    if found:
+        return found
+    for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
         value = json_if_there(path).get("chat_template")
         if isinstance(value, str):
             found.setdefault("default", (value, f"the chat_template of {path}"))
             continue
-        if value is None:
-            continue
-        if not isinstance(value, list) or not all(
-            isinstance(v, dict) and isinstance(v.get("name"), str) and isinstance(v.get("template"), str) for v in value
-        ):
-            raise DataError(f"{path}: chat_template is neither text nor a list of names with templates")
-        for item in value:
-            found[item["name"]] = (item["template"], f"the chat_template {item['name']} of {path}")
-    files = [("default", folder / "chat_template.jinja")]
-    files += [(path.stem, path) for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))]
-    own_files: dict[str, tuple[str, str]] = {}
-    for name, path in files:
-        if path.is_file():
-            try:
-                own_files[name] = (path.read_text(encoding="utf-8"), str(path))
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}: cannot be read ({error})") from None
-    return own_files or found
+        for item in value if isinstance(value, list) else [] if value is None else [value]:
+            match item:
+                case {"name": str(name), "template": str(text)}:
+                    found[name] = (text, f"the chat_template {name} of {path}")
+                case _:
+                    raise DataError(f"{path}: chat_template is neither text nor a list of names with templates")
+    return found
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
@@ -213,3 +275,32 @@ def named_tokens(folder: Path) -> dict[str, str]:
             if isinstance(value, str):
                 tokens.setdefault(key, value)
     return tokens
+
+
+def read_prompt_template(path: str) -> str:
+    """The text of --prompt-template FILE; UsageError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--prompt-template {path} cannot be read: {reason}") from None
+
+
+class PromptTemplate:
+    """A Jinja template that writes a prompt from a row's columns, for any number of threads.
+
+    A null column is written as nothing. UsageError if it is no template.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._environment = Environment()  # the same row has the same prompt on every day
+        self._environment.undefined = StrictUndefined
+        self._environment.finalize = lambda value: "" if value is None else value
+        try:
+            self._template = self._environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise UsageError(f"--prompt-template is not Jinja: {error.message} (line {error.lineno})") from None
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """A row's prompt. RenderError if the template raises: for a column that is not there, say."""
+        return self._environment.render(self._template, columns).text

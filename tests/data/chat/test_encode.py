@@ -17,10 +17,9 @@ from chat_cases import BOS, CASES, CHATS, EOS, LONG, ONE, PAIRS, REASONED, TOOLS
 from small_tokenizers import save
 from tokenizers import AddedToken, processors
 
-from llmq.data.chat import sandbox
 from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, notes
-from llmq.data.chat.prompts import PREAMBLES
+from llmq.data.chat.formats import PREAMBLES
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -310,8 +309,6 @@ SAYS = [
         {"messages": [{**m, "weight": 0} if m["content"] == "two" else m for m in SAYS]},
         {"messages": [{**m, "train": m["content"] != "two"} for m in SAYS]},
         {"conversations": [{"from": m["role"], "value": m["content"], "loss": m["content"] != "two"} for m in SAYS]},
-        {"messages": SAYS, "train_on": [0, 1, 0, 0, 0, 1]},
-        {"messages": SAYS, "weights": [1, 0, 1]},
     ],
 )
 def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, row):
@@ -329,21 +326,6 @@ def test_the_keys_that_say_it_are_not_written_even_by_a_template_that_writes_all
     rows = records([{"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}])
     (document,) = opened(rows, small, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}").encode(rows)
     assert "weight" not in shown(small, document) and '"x": 2' in shown(small, document)
-
-
-def test_keys_of_messages_that_nothing_reads_are_named_once_with_their_rows(small, tmp_path):
-    marked = [ONE[0], {**ONE[1], "name": "Eve", "tool_call_id": "1", "reasoning_content": "Why?", "rating": 5}]
-    rows = records([{"messages": marked}, {"messages": ONE}, {"messages": [{**ONE[0], "rating": 1}, *marked[1:]]}])
-    encoder = opened(rows, small)
-    encoder.encode(rows)
-    assert encoder.counts.unread == {"rating": 2, "reasoning_content": 2}
-    (note,) = notes(encoder.counts, None, "turns", 0)
-    assert note.endswith("nothing else does: rating (2 rows), reasoning_content (2 rows)")
-    encoder = opened(
-        rows, tokenizer_with(tmp_path, source("qwen3") + "{% if false %}{{ messages[0].get('rating') }}{% endif %}")
-    )
-    encoder.encode(rows)
-    assert encoder.counts.unread == {}
 
 
 def test_a_chat_keeps_the_whole_turns_that_fit(small):
@@ -442,8 +424,8 @@ def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
     encoder = opened(rows, small, chat_template=CHATML, seq_len=40)
     encoder.encode(rows)
     assert notes(encoder.counts, 40, "turns", 0) == [
-        "1 rows of more than 40 tokens keep the whole turns that fit, 1 rows have none and are left out "
-        f"(3 trained turns are left out): --seq-len {size} keeps all"
+        "2 rows of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does "
+        f"(1 rows and 3 trained turns are left out): --seq-len {size} keeps all"
     ]
     assert (
         "chats of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does"
@@ -453,7 +435,8 @@ def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
     encoder = opened(pair, small, seq_len=7)
     encoder.encode(pair)
     assert notes(encoder.counts, 7, "turns", 0) == [
-        "1 rows of more than 7 tokens are left out, as no whole trained turn fits: --seq-len 8 keeps all"
+        "1 rows of more than 7 tokens keep the whole turns that fit, and are left out if no trained one does "
+        "(1 rows and 1 trained turns are left out): --seq-len 8 keeps all"
     ]
     assert "rows of more than 7 tokens are left out" in encoder.describe()
     encoder = opened(pair, small, seq_len=7, overlong="truncate")
@@ -517,18 +500,13 @@ def test_pad_may_be_eos(tmp_path):
     assert encoded(tokenizer, {"question": "a", "answer": "b"}) == "a[b</s>]"
 
 
-def test_an_end_marker_that_is_not_one_token_is_an_error_and_others_are_noted(tmp_path):
+def test_an_end_marker_that_is_not_one_token_is_an_error(tmp_path):
     rows = records([{"messages": ONE}])
     tokenizer = tokenizer_with(tmp_path / "a", source("chatml"), without=("<|im_end|>",))
     with pytest.raises(
         DataError, match=r"ends a turn with <\|im_end\|>, which is 10 tokens \(< \| i m _ e n d \| >\) of"
     ):
         opened(rows, tokenizer)
-    tokenizer = tokenizer_with(tmp_path / "b", source("zephyr"), without=("<|user|>", "<|system|>"))
-    (notice,) = opened(rows, tokenizer).notices
-    assert (
-        "markers that are not one token of the tokenizer: <|user|>: 7 tokens (< | u s er | >); <|system|>: " in notice
-    )
 
 
 def test_an_encoder_says_what_it_does(small, tmp_path):
@@ -614,7 +592,7 @@ FRAGMENTS = (
 )  # fmt: skip
 ROWS = (
     {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
-    {"messages": [ONE[0], {**ONE[1], "weight": 0}, *ONE], "train_on": [1, None]},
+    {"messages": [ONE[0], {**ONE[1], "weight": 0}, *ONE]},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a", "completion": "b"},
     {"question": "a", "answer": "b"}, {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
@@ -645,7 +623,7 @@ def mutated_text(text: str, draw: random.Random) -> str:
 @pytest.mark.parametrize("tries", [200, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypatch, tries):
     """No other exception than our own, which names the row or the template; and what is encoded is well-formed."""
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr("llmq.data.chat.template.MAX_SECONDS", 0.1)
     outcomes = Counter()
     for number in range(tries):
         draw = random.Random(number)

@@ -25,8 +25,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from llmq.data.chat.formats import Chat
 from llmq.data.chat.masks import Sample, TrainOn, Turns, samples, trained_tokens, unwritten
-from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.template import ChatTemplate
+from llmq.data.chat.template import ChatTemplate, RenderError
 from llmq.errors import UsageError
 
 USER, ASSISTANT, END = "<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>\n"

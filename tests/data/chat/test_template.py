@@ -1,18 +1,18 @@
-"""Chat templates: the same text and ids as transformers, which template is taken, what a bad one says."""
+"""Chat templates: text and ids as transformers', which one is taken, what a bad or a hostile one can do."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from chat_cases import CHATS, GOLDEN, ONE, PAIRS, SPECIAL, VARIABLES, chat_tokenizer, source, template
+from chat_cases import CHATS, GOLDEN, ONE, PAIRS, VARIABLES, chat_tokenizer, source, template
 
-from llmq.data.chat.sandbox import RenderError
-from llmq.data.chat.template import MAX_TEMPLATE, ChatTemplate, named_tokens, open_templates
+from llmq.data.chat.template import ChatTemplate, RenderError, named_tokens, open_templates
 from llmq.errors import DataError, UsageError
 
 GOLDENS = json.loads(GOLDEN.read_text("utf-8"))
@@ -85,12 +85,6 @@ def test_threads_can_share_a_template():
         sys.setswitchinterval(interval)
 
 
-def test_markers_are_found_in_the_text_and_in_the_strings_of_a_template():
-    used = ChatTemplate("<|a|>{{ '[INST]' ~ '<|b|>x' }}{{ messages[0]['<|c|>'] }} <|d e|> [x] {# <|f|> #}", "markers")
-    assert used.markers == ("<|a|>", "[INST]", "<|b|>", "<|c|>")
-    assert set(template("qwen3").markers) == {"<|im_start|>", "<|im_end|>"} < set(SPECIAL)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -121,7 +115,6 @@ def test_a_template_that_raises_says_why(text, says):
         ("\n{% generation %}a", r"not Jinja.*\(line 2\)"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be compiled \(RecursionError"),
         ("{{ " + "-" * 3000 + "1 }}", "cannot be compiled"),
-        ("a" * (MAX_TEMPLATE + 1), "has 262,145 characters; the limit is 262,144"),
     ],
 )
 def test_what_is_no_template_is_refused(text, says):
@@ -189,3 +182,89 @@ def test_named_tokens_are_read_from_both_files(tmp_path):
         special_tokens_map_json={"bos_token": "<b>", "eos_token": "<other>", "additional_special_tokens": ["x"]},
     )
     assert named_tokens(folder) == {"eos_token": "<e>", "bos_token": "<b>"}
+
+
+CHAT = [{"role": "user", "content": "Hello!"}]
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__class__ }}",
+    "{{ (messages | attr('__class__')).__base__ }}",
+    "{{ messages[0]['content']['__class__']['__mro__'] }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__globals__['__builtins__']['open']('/etc/passwd').read() }}",
+    "{{ strftime_now.__self__.__class__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ dict.__call__.__func__.__globals__ }}",
+    "{{ dict.__class__.__init__ }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ '{0.__class__}'.format_map({'0': ''}) }}",
+    "{{ '{m.__class__}'.format(m=messages) }}",
+    "{{ [messages] | map(attribute='__class__') | first }}",
+    "{{ messages | map('attr', '__class__') | list }}",
+    "{{ [''] | groupby('__class__') }}",
+    "{{ [''] | sum(attribute='__class__', start=0) }}",
+    "{{ [''] | sort(attribute='__class__.__name__') }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{% for x in [1] recursive %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}{{ m._func.__globals__ }}",
+    "{{ (messages | tojson).__class__.__base__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ messages[0].pop('role') }}",
+    "{% do messages.clear() %}",
+    "{{ environment.loader }}{{ environment.deadline + 1 }}",
+    "{{ range.__globals__ }}",
+    "{{ lipsum(n=100000) }}{{ lipsum.__globals__ }}",
+]
+
+
+@pytest.mark.parametrize("text", ESCAPES)
+def test_nothing_of_python_can_be_reached_or_changed(text):
+    """It raises, or shows nothing of what it asked for, and the conversation stays as it was."""
+    messages = [dict(message) for message in CHAT]
+    try:
+        made = ChatTemplate(text, "escape").render(messages).text
+    except (RenderError, ValueError):
+        made = ""
+    assert not any(word in made for word in ("class", "built", "object", "0x", "root:", "uid=", "function")), made
+    assert messages == CHAT
+
+
+MANY = "{% for i in range(99999) %}BODY{% endfor %}"
+TWICE = "{{ f(n - 1) }}{{ f(n - 1) }}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (MANY.replace("BODY", MANY.replace("BODY", "")), "^it does not end within 0.2 s$"),
+        ("{% macro f(n) %}{% if n %}" + TWICE + "{% endif %}{% endmacro %}{{ f(60) }}", "^it does not end within"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError|does not end"),
+        ("{% for x in range(100001) %}{% endfor %}", "OverflowError: Range too big"),
+        (MANY.replace("BODY", "{{ 'a' * 1000 }}"), "^it writes more than 4,194,304 characters$"),
+        (MANY.replace("BODY", "a" * 10000), "^it writes more than"),
+        ("{{ messages[0].content * 900000 }}", "^it writes more than"),
+        ("{{ [1] | random }}", "^the filter random gives another text in each run: take it out of the template$"),
+    ],
+)
+def test_a_rendering_that_goes_too_far_is_stopped_and_says_why(monkeypatch, text, says):
+    monkeypatch.setattr("llmq.data.chat.template.MAX_SECONDS", 0.2)
+    start = time.process_time()
+    with pytest.raises(RenderError, match=says):
+        ChatTemplate(text, "endless").render(CHAT)
+    assert time.process_time() - start < 10
+
+
+def test_each_rendering_has_a_time_and_an_output_of_its_own(monkeypatch):
+    monkeypatch.setattr("llmq.data.chat.template.MAX_SECONDS", 0.2)
+    half = ChatTemplate(
+        "{{ 'a' * 2500000 }}{% for i in range(9) %}{{ raise_exception('no') if i > 9 }}{% endfor %}", "half"
+    )
+    for _ in range(3):
+        assert len(half.render(CHAT).text) == 2_500_000
+        time.sleep(0.1)
