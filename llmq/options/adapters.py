@@ -53,9 +53,7 @@ def _of_adalora(value: Any, description: str, *aliases: str, shown: str = "", **
 
 class AdapterOptions(Section):
     title = "Adapters"
-    lora_rank: Positive | None = option(
-        None, "Train low-rank adapters of this rank, and keep the model frozen.", "lora_r"
-    )
+    lora_rank: Positive | None = option(None, "Train adapters of this rank, and keep the model frozen.", "lora_r")
     lora_alpha: Float | None = option(
         lambda data: None if data.get("lora_rank") is None else 2.0 * data["lora_rank"],
         "Multiply what adapters add by this over the rank.",
@@ -83,9 +81,7 @@ class AdapterOptions(Section):
         "Begin with --lora-rank triplets (singular values with their vectors) for each map, and keep those that matter "
         "most over all maps (AdaLoRA).",
     )
-    rslora: bool = option(
-        False, "Multiply what adapters add by alpha over the root of the rank (rsLoRA).", "use_rslora"
-    )
+    rslora: bool = option(False, "Multiply what adapters add by alpha / sqrt(rank) (rsLoRA).", "use_rslora")
     lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
         lambda data: None if data.get("adalora") else _with_rank("kaiming")(data),
         "What A and B begin as: kaiming draws A uniform up to 1 / sqrt(inputs), gaussian with the deviation 1 / rank, "
@@ -101,42 +97,22 @@ class AdapterOptions(Section):
         metavar="NAME=RANK",
     )
     lora_alpha_pattern: Text | None = option(
-        None,
-        "Alphas of the maps of these names or patterns, in the same way.",
-        "alpha_pattern",
-        shown="--lora-alpha",
-        metavar="NAME=ALPHA",
+        None, "Alphas of maps, in the same way.", "alpha_pattern", shown="--lora-alpha", metavar="NAME=ALPHA"
     )
-    dora: bool = option(
-        False, "Learn the magnitude of each output of an adapted map beside its direction (DoRA).", "use_dora"
-    )
+    dora: bool = option(False, "Learn an adapted map's magnitude beside its direction (DoRA).", "use_dora")
     adalora_target_rank: Int | None = _of_adalora(
-        lambda rank: max(1, 2 * rank // 3),
-        "Rank that is left at last, on average.",
-        "target_r",
-        shown="two thirds of --lora-rank",
-        ge=1,
+        lambda rank: max(1, 2 * rank // 3), "Mean rank at the end.", "target_r", shown="two thirds of --lora-rank", ge=1
     )
     adalora_warmup: Int | None = _of_adalora(0, "First steps in which all ranks are kept.", "tinit", ge=0)
     adalora_final: Int | None = _of_adalora(0, "Last steps in which ranks stay as they are.", "tfinal", ge=0)
-    adalora_interval: Int | None = _of_adalora(
-        10, "Choose ranks again every this many steps between the two.", "deltaT", ge=1
-    )
-    adalora_beta1: Float | None = _of_adalora(
-        0.85, "Share of the sensitivity before that is kept in a step.", gt=0, lt=1
-    )
-    adalora_beta2: Float | None = _of_adalora(
-        0.85, "Share of its uncertainty before that is kept in a step.", gt=0, lt=1
-    )
+    adalora_interval: Int | None = _of_adalora(10, "Steps from one choice of ranks to the next.", "deltaT", ge=1)
+    adalora_beta1: Float | None = _of_adalora(0.85, "Share of past sensitivity kept in a step.", gt=0, lt=1)
+    adalora_beta2: Float | None = _of_adalora(0.85, "Share of its past uncertainty kept in a step.", gt=0, lt=1)
     adalora_orth_reg: NonNegative | None = _of_adalora(
         0.5, "Weight in the loss of how far singular vectors are from orthonormal; 0 for none.", "orth_reg_weight"
     )
     lora_plus_ratio: Float | None = option(
-        None,
-        "Multiply the learning rate of B, and of vectors that are trained, by this (LoRA+).",
-        "loraplus_lr_ratio",
-        shown="1",
-        gt=0,
+        None, "Multiply the rate of B, and of trained vectors, by this (LoRA+).", "loraplus_lr_ratio", shown="1", gt=0
     )
     train_also: Text | None = option(
         None,
@@ -152,13 +128,9 @@ class AdapterOptions(Section):
         "bf16, nf4 and mxfp4 about a quarter.",
         shown="that of --adapter's base, else the model dtype",
     )
-    adapter: Path | None = option(
-        None, "Continue to train the adapter in this folder, in PEFT's format.", metavar="DIR"
-    )
+    adapter: Path | None = option(None, "Continue to train the adapter in this folder, in PEFT's format.")
     merge: bool = option(
-        False,
-        "Export the model with the adapter merged into the base as it was trained on, too, as merged in --out-dir.",
-        "merge_adapter",
+        False, "Export the model with the adapter merged, too, as merged in --out-dir.", "merge_adapter"
     )
     ia3: Text | None = option(
         None,
@@ -179,9 +151,7 @@ class AdapterOptions(Section):
         shown="random",
     )
     prompt_init_text: Text | None = option(
-        None,
-        "Text whose tokens' embeddings a prompt begins as, repeated or cut to its length; replaces --prompt-init.",
-        "prompt_tuning_init_text",
+        None, "Text that a prompt begins as, repeated or cut to fit; replaces --prompt-init.", "prompt_tuning_init_text"
     )
     prefix_tuning: Positive | None = option(
         None,

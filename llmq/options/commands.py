@@ -36,21 +36,13 @@ class BenchOptions(Section):
     warmup: Count = option(3, "Optimizer steps before those; two capture the graphs.")
     gpus: Count = option(1, "Measure one GPU, then this many together, with a process for each; 0 takes all.")
     zero_levels: Levels = option(
-        (),
-        "With --gpus: what they share out, --zero-level of llmq-train, one after the other.",
-        metavar="N,N,...",
-        shown="1",
+        (), "With --gpus: each --zero-level of llmq-train to measure.", metavar="N,N,...", shown="1"
     )
-    save: Path | None = option(None, "Write the results as JSON.", metavar="FILE")
+    save: Path | None = option(None, "Write the results as JSON.")
     single_ops: bool = option(True, "Time each op of a micro-step on its own, too, for the time by family.")
-    models: Names = option(
-        (), "Presets or folders, separated by commas.", metavar="TEXT", shown="models that fit this device"
-    )
+    models: Names = option((), "Presets or folders, separated by commas.", shown="models that fit this device")
     dtypes: Names = option(
-        (),
-        "Matmul dtypes, separated by commas: fp32, bf16, e4m3.",
-        metavar="TEXT",
-        shown="bf16; without --models also e4m3",
+        (), "Matmul dtypes, separated by commas: fp32, bf16, e4m3.", shown="bf16; without --models also e4m3"
     )
     batch_size: Sizes = option(
         (),
@@ -59,9 +51,7 @@ class BenchOptions(Section):
         shown="as many as fit, up to 32",
     )
     seq_len: Positive | None = option(None, "Tokens in a sequence.", shown="1024; on the CPU 128")
-    recompute: Names = option(
-        (), "Recompute flags without their prefix, separated by commas: ffn,att.", metavar="TEXT", shown="none"
-    )
+    recompute: Names = option((), "Recompute flags without their prefix, separated by commas: ffn,att.", shown="none")
 
 
 STREAMS = 2**20  # from the number of one sample of a prompt, which addresses what is drawn, to that of the next
@@ -80,35 +70,26 @@ Stops = Annotated[tuple[Annotated[str, BeforeValidator(_some_text)], ...], one_o
 class GenerateOptions(Section):
     title = "Generation"
     model: Path = option(
-        ...,
-        "Model to write with: a folder, a hub name, or with --from-scratch a preset such as Qwen2.5-0.5B.",
-        metavar="FOLDER-OR-NAME",
+        ..., "Model to write with: a folder, a hub name, or with --from-scratch a preset such as Qwen2.5-0.5B."
     )
-    adapter: Path | None = option(None, "Adapter of the model, in PEFT's format, to write with.", metavar="DIR")
+    adapter: Path | None = option(None, "Adapter of the model, in PEFT's format, to write with.")
     base_dtype: BaseDtype | None = option(
         None, "Dtype in which to hold the layers' weights, as in training.", shown="that of the adapter's base"
     )
     revision: Text | None = option(None, "Branch, tag or commit of a hub model.")
     from_scratch: bool = option(False, "Use random weights, drawn from --seed.")
-    tokenizer: Path | None = option(None, "Whose tokenizer.", metavar="FOLDER-OR-NAME", shown="the model's")
-    chat_template: Template | None = option(
-        None, "Chat template in Jinja.", metavar="FILE-OR-TEXT", shown="the tokenizer's own"
-    )
+    tokenizer: Path | None = option(None, "Whose tokenizer.", shown="the model's")
+    chat_template: Template | None = option(None, "Chat template in Jinja.", shown="the tokenizer's own")
     max_tokens: Positive = option(256, "Most new tokens of an answer.")
     max_length: Annotated[Int, Field(ge=2)] = option(4096, "Most tokens of a chat, all its turns.")
     stop: Stops = option(
-        (),
-        "End an answer before this text, which may begin or end within a token. Repeat it for more texts.",
-        metavar="TEXT",
-        shown="none",
+        (), "End an answer before this text, which may begin or end within a token. Repeatable.", shown="none"
     )
     samples: Annotated[Int, Field(ge=1, le=MOST_SAMPLES)] = option(
         1, "Answers to each prompt, drawn independently at a --temperature above 0."
     )
     batch_size: Positive = option(8, "Prompts to answer at a time.")
-    temperature: NonNegative = option(
-        0.0, "Divide the logits by this before a token is drawn; 0 takes the most likely one."
-    )
+    temperature: NonNegative = option(0.0, "Divide logits by this before drawing; 0 takes the most likely token.")
     top_k: Count = option(0, "Draw from the N most likely; 0: all.")
     top_p: Annotated[Float, Field(gt=0, le=1)] = option(
         1.0, "Draw from the fewest most likely tokens whose probabilities reach this; 1: all."

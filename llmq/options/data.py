@@ -46,15 +46,11 @@ VocabSize = Literal["tokenizer"] | Positive
 class ModelOptions(Section):
     title = "Model"
     model: Path = option(
-        ...,
-        "Model to train: a folder, a Hugging Face hub name, or a preset such as Qwen2.5-0.5B.",
-        "model_name_or_path",
+        ..., "Model to train: a folder, a hub name, or a preset such as Qwen2.5-0.5B.", "model_name_or_path"
     )
     revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
     from_scratch: bool = option(False, "Start from random weights, N(0, 0.02), residual projections over sqrt(2L).")
-    init_proj_to_zero: bool = option(
-        False, "Start the attention and MLP output projections at zero; needs --from-scratch."
-    )
+    init_proj_to_zero: bool = option(False, "Start the output projections of --from-scratch at zero.")
 
     tokenizer: Path | None = option(
         None,
@@ -62,7 +58,6 @@ class ModelOptions(Section):
         "tokenizer_name",
         "tokenizer_name_or_path",
         shown="that of --model; presets name an ungated one of the hub",
-        metavar="NAME-OR-DIR",
     )
 
     vocab_size: VocabSize | None = option(
@@ -73,29 +68,18 @@ class ModelOptions(Section):
     )
 
     def contradictions(self) -> Iterator[str]:
-        if self.vocab_size is not None and not self.from_scratch:
-            yield (
-                f"--vocab-size {self.vocab_size} does not belong to the weights that are loaded, which have their own: "
-                "add --from-scratch, or leave it out"
-            )
-        if self.tokenizer is not None and not self.from_scratch:
-            yield (
-                f"--tokenizer {self.tokenizer} does not belong to the weights that are loaded, which have their own "
-                "tokenizer: add --from-scratch, or leave it out"
-            )
-        if self.init_proj_to_zero and not self.from_scratch:
-            yield "--init-proj-to-zero would overwrite the weights that are loaded: add --from-scratch, or leave it out"
+        if not self.from_scratch:
+            for key in self.given(("vocab_size", "tokenizer", "init_proj_to_zero")):
+                yield f"{self.written(key)} is for weights that are not loaded: add --from-scratch, or leave it out"
 
 
 class DataOptions(Section):
     title = "Data"
-    train_file: Paths | None = option(
-        None, "Token files to train on: a path or glob; repeatable.", metavar="GLOB", shown="needed, or --data"
-    )
+    train_file: Paths | None = option(None, "Token files: a path or glob; repeatable.", shown="needed, or --data")
     weight: Floats | None = option(
         None, "Share of the tokens from each --train-file or --data, in order; repeatable.", metavar="WEIGHT"
     )
-    eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.", metavar="GLOB")
+    eval_file: Paths | None = option(None, "Held-out token files: a path or glob; repeatable.")
     batch_size: Positive = option(4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch")
     global_batch_size: Positive | None = option(None, "Sequences per optimizer step; replaces --grad-accumulation.")
     grad_accumulation: Positive = option(
@@ -119,9 +103,7 @@ class DataOptions(Section):
         metavar="[windows]",
         kind="switch",
     )
-    max_docs: Positive | None = option(
-        None, "Largest number of documents in a packed row.", shown="as few as fill the rows"
-    )
+    max_docs: Positive | None = option(None, "Most documents in a packed row.", shown="as few as fill the rows")
 
     def contradictions(self) -> Iterator[str]:
         if self.max_docs is not None and self.packing in (False, "windows"):
@@ -136,10 +118,8 @@ class DataOptions(Section):
             fix = f"{below} or {below + micro}" if below else str(micro)
             yield f"--global-batch-size {total} is not a multiple of --batch-size {micro}: use {fix}"
         elif total != micro * self.grad_accumulation:
-            yield (
-                f"--global-batch-size {total} and --grad-accumulation {self.grad_accumulation} disagree: with "
-                f"--batch-size {micro} the first asks for {total // micro} micro-batches; give one of the two"
-            )
+            steps, said = self.grad_accumulation, f"the first asks for {total // micro} micro-batches"
+            yield f"--global-batch-size {total} and --grad-accumulation {steps} disagree: {said}; give one of the two"
 
 
 class SourceOptions(Section):
@@ -151,33 +131,23 @@ class SourceOptions(Section):
         metavar="NAME-OR-PATH",
     )
     eval_fraction: Share | None = option(
-        None,
-        "Fraction of the data held out for evaluation; 0 holds out none.",
-        shown="the data's own validation split, else 0.1",
+        None, "Fraction of the data held out for evaluation; 0: none.", shown="its own validation split, else 0.1"
     )
     data_format: Text | None = option(
         None,
         "Format of the rows: text, messages, sharegpt, prompt-completion, question-answer, alpaca or tokens.",
         shown="from their columns",
-        metavar="FORMAT",
     )
     map_: Texts | None = option(None, "Name of a column, such as text=body; repeatable.", metavar="OURS=THEIRS")
     prompt_template: Path | None = option(
-        None,
-        "Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column.",
-        metavar="FILE",
+        None, "Jinja file that writes the prompt from a row's columns, such as {{ title }}; the answer stays a column."
     )
-    preamble: bool = option(
-        True, "Begin the prompt of alpaca rows with its usual preamble; a row's system prompt replaces it."
-    )
+    preamble: bool = option(True, "Begin alpaca prompts with the usual preamble; a row's system prompt replaces it.")
     chat_template: Template | None = option(
-        None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own", metavar="FILE-OR-TEXT"
+        None, "Chat template in Jinja: a file or the text itself.", shown="the tokenizer's own"
     )
     train_on: Text | None = option(
-        None,
-        "Tokens of a row to train on: assistant, all, last, or roles with commas.",
-        shown="answers",
-        metavar="WHAT",
+        None, "Tokens of a row to train on: assistant, all, last, or roles with commas.", shown="answers"
     )
     overlong: Literal["turns", "truncate", "split", "drop"] = option(
         "turns",
@@ -195,10 +165,8 @@ class SourceOptions(Section):
         elif self.streaming and len(self.data) > 1:
             yield f"--streaming reads one data set, but --data is given {len(self.data)} times: give one"
         if self.data is not None and self.streaming and self.eval_fraction:
-            yield (
-                f"--eval-fraction {self.eval_fraction:g} of a stream is not known ahead: leave it out, so that the "
-                "validation split is used if there is one, or set it to 0"
-            )
+            part = f"--eval-fraction {self.eval_fraction:g} of a stream"
+            yield f"{part} is not known ahead: leave it out, for the validation split, or set it to 0"
 
     def beside(
         self,
@@ -210,10 +178,7 @@ class SourceOptions(Section):
     ) -> Iterator[str]:
         """Contradictions with the options that name token files, and their weights. A plan needs no data."""
         if train_file is None and self.data is None and not plans_only:
-            yield (
-                "--train-file is needed: Token files to train on; or --data: text or rows to tokenize; --dry-run plans "
-                "without data"
-            )
+            yield "--train-file is needed: token files; or --data: text or rows; --dry-run plans without data"
         for key, files in (("train_file", train_file), ("eval_file", eval_file)):
             if self.data is not None and files is not None:
                 given, named = ", ".join(files), ", ".join(self.data)

@@ -207,6 +207,9 @@ def _describe(section: str, cls: type[Section], field: str) -> Description:
     elif isinstance(shown, float):
         shown = f"{shown:g}"
     kinds = {bool: "flag", tuple: "repeatable"}
+    typed = cls.__annotations__[field]  # X, or X | None, which has X among its arguments
+    is_path = any(kind in (Path, Paths) for kind in (typed, *get_args(typed)))
+    word = "PATH" if is_path else {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
     return Description(
         key=field.rstrip("_"),
         field=field,
@@ -214,7 +217,7 @@ def _describe(section: str, cls: type[Section], field: str) -> Description:
         help=info.description or "",
         aliases=tuple(extra.get("aliases", ())),
         kind=extra.get("kind") or kinds.get(get_origin(annotation) or annotation, "value"),
-        metavar=extra.get("metavar") or "|".join(choices) or {int: "INT", float: "FLOAT"}.get(annotation, "TEXT"),
+        metavar=extra.get("metavar") or "|".join(choices) or word,
         choices=choices,
         default=default,
         shown="needed" if info.is_required() else extra.get("shown", str(shown)),

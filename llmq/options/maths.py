@@ -72,25 +72,19 @@ class PrecisionOptions(Section):
         "layers.0 or layers.3.attention.o.",
         metavar="FIRST,LAST|NAMES",
     )
-    fp8_layers: Text | None = option(
-        None, "The only layers to run in e4m3, named as in --bf16-layers.", metavar="FIRST,LAST|NAMES"
-    )
+    fp8_layers: Text | None = option(None, "The only layers in e4m3, as in --bf16-layers.", metavar="FIRST,LAST|NAMES")
     log_fp8_every: Count | None = option(
         lambda data: 100 if data.get("matmul_dtype") in FP8_MATMULS else None,
         "Log the errors of all e4m3 copies every N steps, on one micro-batch; 0 never.",
         shown="100 in e4m3 runs",
     )
-    fp8_fallback: bool = option(
-        False, "Move a linear map to the model dtype when --log-fp8-every finds its signal-to-noise ratio low."
-    )
+    fp8_fallback: bool = option(False, "Move a map to the model dtype when --log-fp8-every finds its noise high.")
     opt_m_dtype: Moment = option(
         "fp32",
         "Dtype of Adam's first moment, or of SGD's momentum; all but fp32 round stochastically, those of 8 bits with a "
         "scale for each 128.",
     )
-    opt_v_dtype: Moment = option(
-        "fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is held by its root."
-    )
+    opt_v_dtype: Moment = option("fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is its root.")
     master_dtype: Annotated[Literal["bf16", "fp32", "none"], Computed] = option(
         lambda data: data.get("model_dtype", "bf16"),
         "Dtype of the master weights, which the optimizer updates, and of adapters, which are stored in it; none holds "
@@ -115,10 +109,7 @@ class PrecisionOptions(Section):
             if self.matmul_dtype in FP8_MATMULS or (key == "head_dtype" and self.head_dtype == "bf16"):
                 continue
             if getattr(self, key) is not None:
-                yield (
-                    f"{self.written(key)} is for e4m3 matmuls, but --matmul-dtype is {self.matmul_dtype}: "
-                    f"leave it out, or use --matmul-dtype e4m3"
-                )
+                yield f"{self.written(key)} is for e4m3 matmuls, and not for {self.matmul_dtype}: leave it out"
 
 
 class MemoryOptions(Section):
@@ -141,26 +132,17 @@ class MemoryOptions(Section):
     recompute_qkv: bool = option(False, "Recompute the q, k and v projections in the backward pass.")
     recompute_att: bool = option(False, "Recompute the whole attention in the backward pass.")
     recompute_block: bool = option(
-        False,
-        "Recompute the whole block in the backward pass; keeps only its input.",
-        "gradient_checkpointing",
-        "activation_checkpointing",
+        False, "Recompute the whole block in the backward pass.", "gradient_checkpointing", "activation_checkpointing"
     )
-    offload_residual: bool = option(
-        False, "Keep the residual stream between blocks in host memory from the forward to the backward pass."
-    )
+    offload_residual: bool = option(False, "Keep the residual stream in host memory from forward to backward.")
     offload_master: bool = option(False, "Keep the master weights in host memory.")
     offload_opt_m: bool = option(False, "Keep Adam's first moment, or SGD's momentum, in host memory.")
     offload_opt_v: bool = option(False, "Keep Adam's second moment in host memory.")
     offload_optimizer: bool = option(
-        False,
-        "Keep both moments, or SGD's momentum, in host memory, and the master weights where they are not the weights "
-        "themselves.",
+        False, "Keep both moments, or SGD's momentum, in host memory, and masters that are not the weights themselves."
     )
     offload_gradients: bool = option(False, "Keep the gradients of a step in host memory.")
-    offload_quants: bool = option(
-        False, "Keep the e4m3 copies of weights in host memory, over all steps; they come a layer ahead of their use."
-    )
+    offload_quants: bool = option(False, "Keep e4m3 copies of weights in host memory, and fetch them a layer ahead.")
     persistent_quants: bool = option(
         True,
         "Keep the e4m3 copies of weights over all steps, on the GPU or with --offload-quants on the host; without it "
@@ -177,8 +159,7 @@ class MemoryOptions(Section):
         "slowly: checkpoints go by way of the GPU.",
     )
     stream_weights: bool = option(
-        False,
-        "Keep the weights of the blocks in host memory, and all master weights; layers come one ahead of their use.",
+        False, "Keep the weights of the blocks in host memory, and all masters; layers come one ahead of their use."
     )
     fused_update: bool = option(
         False,
@@ -187,14 +168,10 @@ class MemoryOptions(Section):
     )
     lmhead_chunks: Count = option(0, "Compute the logits in N chunks to save memory; 0 chooses by size.")
     seq_tiles: Positive = option(
-        1,
-        "Run the MLP, with its norm, in N tiles of a micro-batch's tokens, and the logits in N chunks or more, to save "
-        "memory; 1 does not.",
+        1, "Run the MLP with its norm in N tiles of tokens, and the logits in N chunks or more, to save memory."
     )
     attn_bwd_chunks: Chunks = option(
-        "auto",
-        "Run attention's backward pass in N chunks of the batch, to save memory (same bits); auto uses as few as fit.",
-        metavar="auto|INT",
+        "auto", "Run attention's backward in N chunks (same bits); auto takes as few as fit.", metavar="auto|INT"
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -216,39 +193,27 @@ class ShardingOptions(Section):
     )
     shard_gradients: bool = option(False, "Share out gradients, as --zero-level 2 does.")
     shard_weights: bool = option(False, "Share out weights, as --zero-level 3 does, but not gradients.")
-    reduce_dtype: Narrow | None = option(
-        None, "Dtype in which gradients travel between GPUs to be summed.", shown="that of the gradients"
-    )
+    reduce_dtype: Narrow | None = option(None, "Dtype in which gradients travel.", shown="that of the gradients")
     all_to_all_reduce: bool = option(
         False, "Sum gradients where they arrive, in fp32 and in the order of ranks, not on their way from GPU to GPU."
     )
     gradient_compression: Literal["none", "e4m3"] = option(
         "none",
-        "Send gradients in e4m3 with a scale for each 128x128 numbers, and sum them as --all-to-all-reduce does; the "
-        "log has the error.",
+        "Send gradients in e4m3 with a scale for each 128x128 numbers, and sum them as --all-to-all-reduce does.",
     )
     memcpy_all_gather: bool | None = option(
-        None,
-        "Gather weights by copy engines, which write into the memory of the machine's other GPUs, not by NCCL.",
-        shown="what is faster, as timed at the start",
+        None, "Gather weights by copy engines, not by NCCL.", shown="what is faster"
     )
     memcpy_send_recv: bool | None = option(
-        None,
-        "Exchange the gradients of --all-to-all-reduce by copy engines, not by NCCL.",
-        shown="what is faster, as timed at the start",
+        None, "Exchange the gradients of --all-to-all-reduce by copy engines, not by NCCL.", shown="what is faster"
     )
 
     def contradictions(self) -> Iterator[str]:
         if self.memcpy_send_recv and not self.all_to_all_reduce and self.gradient_compression == "none":
-            yield (
-                "--memcpy-send-recv is for gradients that are exchanged, and these are summed on their way: add "
-                "--all-to-all-reduce, or leave it out"
-            )
+            yield "--memcpy-send-recv is for gradients that are exchanged: add --all-to-all-reduce, or leave it out"
         if self.gradient_compression != "none" and self.reduce_dtype is not None:
-            yield (
-                f"--gradient-compression {self.gradient_compression} is what gradients travel in, and --reduce-dtype "
-                f"{self.reduce_dtype} as well: use one of them"
-            )
+            said = f"--gradient-compression {self.gradient_compression} is what gradients travel in"
+            yield f"{said}, and --reduce-dtype {self.reduce_dtype} as well: use one of them"
         if self.zero_level == 0 and (self.shard_gradients or self.shard_weights):
             given = "--shard-weights" if self.shard_weights else "--shard-gradients"
             yield f"--zero-level 0 shares out nothing, and {given} something: use --zero-level 1 with it"
@@ -282,17 +247,11 @@ class ScheduleOptions(Section):
         "lr_scheduler_type",
     )
     warmup: Count = option(0, "Steps of linear warmup to the peak.", "warmup_steps")
-    warmup_ratio: Float | None = option(
-        None, "Warmup as a fraction of all steps, rounded up; replaces --warmup.", ge=0, le=1
-    )
+    warmup_ratio: Float | None = option(None, "Warmup as a fraction of all steps; replaces --warmup.", ge=0, le=1)
     cooldown: Count = option(0, "Steps at the end in which the rate falls linearly to its final value; 0 for none.")
     min_lr: NonNegative | None = option(None, "Final learning rate; replaces --final-lr-fraction.")
     final_lr_fraction: Float = option(
-        final_fraction,
-        "Final learning rate, as a fraction of the peak.",
-        shown="0 if the rate falls, else 1",
-        ge=0,
-        le=1,
+        final_fraction, "Final rate, as a fraction of the peak.", shown="0 if the rate falls, else 1", ge=0, le=1
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -307,10 +266,8 @@ class ScheduleOptions(Section):
         elif min_lr is not None and min_lr > rate:
             yield f"--min-lr {min_lr:g} is above the --learning-rate {rate:g}: use that or less"
         elif min_lr is not None and not math.isclose(final * rate, min_lr, rel_tol=1e-9):
-            yield (
-                f"{said} and --final-lr-fraction {final:g} disagree: with --learning-rate {rate:g} the second asks for "
-                f"{final * rate:g}; give one of the two"
-            )
+            asked = f"the second asks for {final * rate:g}"
+            yield f"{said} and --final-lr-fraction {final:g} disagree: {asked}; give one of the two"
         elif cooldown and final == 1:
             yield f"--cooldown {cooldown} falls to {said}, which is the peak: use less (0 by default), or --cooldown 0"
         elif self.lr_schedule not in FALLING and not cooldown and final != 1:
@@ -327,15 +284,11 @@ class ScheduleOptions(Section):
         warmup, ratio, num_steps = self.warmup, self.warmup_ratio, self.warmup_steps(steps)
         said = f"--warmup {warmup}" if ratio is None else f"--warmup-ratio {ratio:g} ({num_steps} steps)"
         if ratio is not None and warmup not in (0, num_steps):
-            yield (
-                f"--warmup {warmup} and --warmup-ratio {ratio:g} disagree: the second asks for {num_steps} of the "
-                f"{steps} steps; give one of the two"
-            )
+            asked = f"the second asks for {num_steps} of {steps} steps"
+            yield f"--warmup {warmup} and --warmup-ratio {ratio:g} disagree: {asked}; give one of the two"
         elif num_steps + self.cooldown > steps:
-            yield (
-                f"{said} and --cooldown {self.cooldown} need {num_steps + self.cooldown} steps, but the run has "
-                f"{steps}: shorten them, or train for longer"
-            )
+            both = f"{said} and --cooldown {self.cooldown} need {num_steps + self.cooldown} steps"
+            yield f"{both}, but the run has {steps}: shorten them, or train for longer"
 
 
 OF_RULE = {"adamw": ("beta_1", "beta_2", "adam_epsilon"), "sgd": ("momentum", "nesterov")}
@@ -354,9 +307,7 @@ def _of_adamw(default: float, description: str, *aliases: str, **limits: Any) ->
 
 class OptimizerOptions(Section):
     title = "Optimizer"
-    optimizer: Literal["adamw", "sgd"] = option(
-        "adamw", "Rule by which gradients update the weights: AdamW, or SGD as in PyTorch."
-    )
+    optimizer: Literal["adamw", "sgd"] = option("adamw", "Rule of updates: AdamW, or SGD as in PyTorch.")
     beta_1: Share | None = _of_adamw(0.9, "AdamW: decay rate of the first moment.", "adam_beta1")
     beta_2: Share | None = _of_adamw(0.95, "AdamW: decay rate of the second moment.", "adam_beta2")
     adam_epsilon: Float | None = _of_adamw(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
@@ -372,9 +323,7 @@ class OptimizerOptions(Section):
         "to the gradient, as in PyTorch.",
         shown="0.1, with sgd 0",
     )
-    grad_clip: NonNegative = option(
-        1.0, "Clip the global norm of the gradient to this; 0 never clips.", "max_grad_norm"
-    )
+    grad_clip: NonNegative = option(1.0, "Clip the global norm of the gradient to this; 0: never.", "max_grad_norm")
     clip_by: Literal["this", "last"] = option(
         "this", "Step whose norm --grad-clip looks at: this one's, or that of the last one, which is known in backward."
     )
@@ -382,10 +331,7 @@ class OptimizerOptions(Section):
     def contradictions(self) -> Iterator[str]:
         for rule, keys in OF_RULE.items():
             for key in self.given(keys) if rule != self.optimizer else ():
-                yield (
-                    f"{self.written(key)} is for --optimizer {rule}, but --optimizer is {self.optimizer}: "
-                    f"leave it out, or use --optimizer {rule}"
-                )
+                yield f"{self.written(key)} is for --optimizer {rule}, but it is {self.optimizer}: leave it out"
         if self.nesterov and self.momentum == 0:
             yield "--nesterov looks ahead along the momentum, which is 0: add --momentum 0.9, or leave it out"
 

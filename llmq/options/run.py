@@ -40,10 +40,8 @@ Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 class LogOptions(Section):
     title = "Log and evaluation"
-    name: Text = option(
-        "", "Name of the run, which replaces %n in paths.", "run_name", shown="the last part of --model"
-    )
-    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.", metavar="PATH")
+    name: Text = option("", "Name of the run; %n in paths.", "run_name", shown="the last part of --model")
+    log_file: Path = option(f"{RUN_FOLDER}/log.jsonl", "Log of the run, as JSON lines.")
     log_every: Positive = option(1, "Log every N steps.", "logging_steps")
     eval_every_n_steps: Count = option(100, "Evaluate every N steps; 0 never.", "eval_steps")
     eval_num_steps: Count = option(100, "Batches per evaluation; 0 uses all.")
@@ -54,7 +52,6 @@ class LogOptions(Section):
         None,
         "Complete the prompts of this file at every evaluation: lines of text, or JSON lines with a prompt, messages "
         "or tokens.",
-        metavar="FILE",
         shown="off",
     )
     sample_tokens: Positive = option(64, "Most new tokens of a completion of --sample-prompts.")
@@ -71,15 +68,13 @@ class LogOptions(Section):
         if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name) or not is_file_name(self.name):
             yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
         if self.sample_prompts is not None and not self.eval_every_n_steps:
-            yield (
-                f"--sample-prompts {self.sample_prompts} shows completions at evaluations, and --eval-every-n-steps 0 "
-                "makes none: raise it, or leave one of them out"
-            )
+            shows = f"--sample-prompts {self.sample_prompts} shows completions at evaluations"
+            yield f"{shows}, and --eval-every-n-steps 0 makes none: leave one of them out"
 
 
 class CheckpointOptions(Section):
     title = "Checkpoints"
-    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.", metavar="DIR")
+    checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.")
     ckpt_interval: Count = option(100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps")
     ckpt_keep_n: Count = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit")
     ckpt_major: Count = option(0, "Save at multiples of N steps, too, and never delete these checkpoints; 0 for none.")
@@ -109,23 +104,17 @@ class CheckpointOptions(Section):
 
 class ExportOptions(Section):
     title = "Export"
-    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir", metavar="DIR")
+    out_dir: Path = option(f"{RUN_FOLDER}/model", "Folder for the finished model.", "output_dir")
     export_dtype: Annotated[Literal["bf16", "fp16", "fp32"], BeforeValidator(dtype_name)] | None = option(
         None, "Dtype of the exported weights.", shown="that of --model"
     )
-    overwrite: bool = option(
-        False, "Replace an earlier run: its log, its checkpoints and its model.", "overwrite_output_dir"
-    )
-    export_anyway: bool = option(
-        False, "Export even if the last step was refused, or the evaluation or weights are not finite."
-    )
+    overwrite: bool = option(False, "Replace an earlier run: log, checkpoints and model.", "overwrite_output_dir")
+    export_anyway: bool = option(False, "Export even if the last step was refused, or a number is not finite.")
 
 
 class SystemOptions(Section):
     title = "System"
-    device: Literal["auto", "cuda", "cpu"] = option(
-        "auto", "Device to compute on; auto uses a GPU if it can, else the CPU."
-    )
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "Device; auto uses a GPU if it can, else the CPU.")
     gpus: Int = option(1, "Number of GPUs of this machine, with a process for each; 0 takes all that CUDA sees.", ge=0)
     gpu: Text | None = option(
         None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
@@ -143,22 +132,16 @@ class SystemOptions(Section):
         metavar="SIZE",
         shown="what is free",
     )
-    use_cuda_graphs: bool = option(
-        True, "Launch each program as one CUDA graph; off launches kernel by kernel (same bits)."
-    )
-    deterministic: bool = option(
-        True, "Give the same bits on every run; off, attention's backward pass needs less memory."
-    )
+    use_cuda_graphs: bool = option(True, "Launch each program as one CUDA graph; off: kernel by kernel (same bits).")
+    deterministic: bool = option(True, "Give the same bits on every run; off, attention's backward needs less memory.")
     seed: Int = option(0, "Seed for initial weights, data order and stochastic rounding.", ge=0, le=LARGEST_SEED)
 
     def contradictions(self) -> Iterator[str]:
         if self.gpu is not None and self.device == "cpu":
             yield f"--gpu {self.gpu} plans for a GPU, but --device is cpu: use --device cuda, or leave --gpu out"
         if self.gpus != 1 and self.device == "cpu":
-            yield (
-                f"--gpus {self.gpus} counts GPUs, but --device is cpu: llmq-launch --procs {max(self.gpus, 2)} starts "
-                "processes for the CPU"
-            )
+            fix = f"llmq-launch --procs {max(self.gpus, 2)} starts processes for the CPU"
+            yield f"--gpus {self.gpus} counts GPUs, but --device is cpu: {fix}"
 
 
 class LaunchOptions(Section):
@@ -184,8 +167,5 @@ class RunOptions(Section):
     title = "Run"
     dry_run: bool = option(False, "Check options, data and memory, print tokens, steps and the memory table, and stop.")
     debug_memory: Path | None = option(
-        None,
-        "List every tensor of the plan in a file, or with - on the console: name, bytes, home, birth, death, place.",
-        metavar="FILE",
-        shown="off",
+        None, "List the plan's tensors in a file, or with - on the console: bytes, home, lifetime, place.", shown="off"
     )

@@ -252,8 +252,8 @@ COMMAND_LINES = {
 --dataset '' | is neither a path nor a data set of the Hub
 --dataset text.txt | --dataset text.txt is a file: give it as
 --dataset 'org/name:a:b:c:d' | org/name:a:b:c:d is neither a path nor a data
---dataset 'wikitext:x:train[:1000%]' | train[:1000%]: 1000% is beyond 100%: give
---dataset 'wikitext:x:train[a:b]' | train[a:b] is not a split with a slice: give
+--dataset 'wikitext:x:train[:1000%]' | train[:1000%] is neither a path nor a data set
+--dataset 'wikitext:x:train[a:b]' | train[a:b] is neither a path nor a data set
 --input text.txt --model '' | it is empty: give a path.
 --input text.txt --train-tokenizer 5 | 5 is not in the range x>=257.
 --input text.txt --train-tokenizer 300 | give the tokenizer either as --model or as
@@ -302,9 +302,9 @@ COMMAND_LINES = {
 --input tokens.jsonl | tokens.jsonl:1: the columns (tokens) match no
 --input deep.jsonl | deep.jsonl:1: not JSON that can be read
 --input rows.csv | rows.csv:1: not CSV
---input rows.json | rows.json: not an array of rows ([{...}
+--input rows.json | rows.json: not JSON (Expecting value
 --input bad.parquet | bad.parquet: not a parquet file that can be
---input bad.jsonl.gz | bad.jsonl.gz: the compressed file is
+--input bad.jsonl.gz | bad.jsonl.gz: cannot be read
 --input bad.jsonl.zst | bad.jsonl.zst: cannot be read
 --input train.bin | train.bin is not UTF-8: byte 32 is 0xa4
 --input m | m/tokenizer.json: not an array of rows
