@@ -29,8 +29,8 @@ def trained(given, method, base):
 def export_of(adapters, engine, folder, base, model=None):
     """The export of what an engine has trained, in PEFT's format."""
     plan = engine.plan
-    rows, make = adapters.file(plan.rows, plan.spec.config, str(base), None, model)
-    return make(folder, plan.spec.config, rows, "fp32")
+    found = adapters.file(plan.rows, plan.spec.config, model)
+    return found.export(str(base), None)(folder, plan.spec.config, found.rows, "fp32")
 
 
 def merged(adapter, out, **about):

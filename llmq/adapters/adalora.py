@@ -12,7 +12,7 @@ that are kept of the `init_r` which each adapter began with; `rank_pattern` says
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -24,7 +24,7 @@ from pydantic import PlainValidator
 from llmq.adapters.importance import Budget, Importance
 from llmq.adapters.lora import Lora, shared
 from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
-from llmq.adapters.peft_format import AdapterExport, PeftConfig, Rank, Read, read_modules
+from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Rank, Read, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
@@ -130,7 +130,9 @@ class AdaLora(Lora):
         """The export of what is kept, alone."""
         if not isinstance(tracked, Importance):
             return export
-        return choosing(export, tracked.patterns(tracked.kept(engine)))
+        patterns = tracked.patterns(tracked.kept(engine))
+        about = {**export.about, "rank_pattern": rank_pattern(patterns)}
+        return replace(export, about=about, stored=partial(_kept, patterns))
 
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
@@ -154,23 +156,21 @@ class AdaLora(Lora):
         a, b, e = (read(f"{target.module.name}.lora_{key}") for key in "ABE")
         return lambda start, stop: np.float32(target.scale) * (b[start:stop] @ (a * e))
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """PEFT's AdaLoraConfig, with the pattern of ranks of adapters that were read."""
-        about = super().peft_config(config, base, revision)
+        about = super().peft_config(config)
         del about["alpha_pattern"], about["use_rslora"], about["use_dora"]
         schedule = {name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()}
         pattern = rank_pattern({t.module.name: t.kept for t in self.targets if t.kept is not None})
         return {**about, "peft_type": "ADALORA", "r": 8, "init_r": self.rank, **schedule, "rank_pattern": pattern}
 
-    def file(
-        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
-    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+    def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """Of adapters that were read what is there, which are the first triplets, whatever they were when chosen."""
-        rows, make = super().file(rows, config, base, revision, model)
+        found = super().file(rows, config, model)
         there: Patterns = {}
         if any(target.kept is not None for target in self.targets):
             there = {t.module.name: (True,) * t.present + (False,) * (t.rank - t.present) for t in self.targets}
-        return rows, partial(make, stored=partial(_kept, there))
+        return found._replace(stored=partial(_kept, there))
 
 
 def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -186,12 +186,6 @@ def scale_of_triplets(rank: int, alpha: float) -> float:
 def rank_pattern(patterns: Patterns) -> dict[str, list[bool]] | None:
     """PEFT's `rank_pattern`; None where all is kept."""
     return {f"{name}.lora_E": list(kept) for name, kept in patterns.items()} or None
-
-
-def choosing(export: AdapterExport, patterns: Patterns) -> AdapterExport:
-    """The export of adapters of which this is kept."""
-    about = {**export.about, "rank_pattern": rank_pattern(patterns)}
-    return replace(export, about=about, stored=partial(_kept, patterns))
 
 
 def _kept(patterns: Patterns, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
-from llmq.adapters.peft_format import PeftConfig, in_full_config, is_named, read_modules, target_names
+from llmq.adapters.peft_format import About, PeftConfig, in_full_config, is_named, read_modules, target_names
 from llmq.adapters.targets import (
     FILE,
     FUSED,
@@ -103,11 +103,10 @@ class Gains(Method):
             gains = gains[:, 0]
         return lambda start, stop: ((gains if target.inward else gains[start:stop]) - 1) * weight[start:stop]
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """PEFT's IA3Config."""
         return {
             "peft_type": "IA3",
-            **super().peft_config(config, base, revision),
             "target_modules": target_names(self.targets, config),
             "feedforward_modules": target_names([target for target in self.targets if target.inward], config),
             "fan_in_fan_out": False,

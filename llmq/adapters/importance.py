@@ -147,7 +147,8 @@ class Importance(Tracked):
 
     def kept(self, engine: Programs) -> np.ndarray:
         """Flags of all triplets: what is kept now."""
-        return self.flags(engine.read(self.cells[KEPT]))
+        cell = engine.read(self.cells[KEPT])
+        return np.concatenate([cell[self._places[row.name] :][: row.shape[0]] != 0 for row in self.values])
 
     def measure(self, ops: Any) -> None:
         """The cell of sums <- all scores; of many ranks that share them out, each has its own, beside zeros."""
@@ -203,10 +204,6 @@ class Importance(Tracked):
             cell[self._places[row.name] :][: row.shape[0]] = flags[first : first + row.shape[0]]
             first += row.shape[0]
         return cell
-
-    def flags(self, cell: np.ndarray) -> np.ndarray:
-        """Flags of all triplets, of the cell of what is kept."""
-        return np.concatenate([cell[self._places[row.name] :][: row.shape[0]] != 0 for row in self.values])
 
     def patterns(self, flags: np.ndarray) -> dict[str, tuple[bool, ...]]:
         """What is kept of each adapter, by the names of its module, of flags of all triplets."""

@@ -21,7 +21,8 @@ from llmq.adapters.first_values import TAKEN_OUT, FirstAdapter, first_pair
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import (
     PREFIX,
-    AdapterExport,
+    About,
+    AdapterFile,
     PeftConfig,
     Rank,
     Read,
@@ -242,13 +243,12 @@ class Lora(Method):
                 "--lora-dropout 0"
             )
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """PEFT's LoraConfig."""
         ranks = {t.module.name: t.rank for t in self.targets if t.rank != self.rank}
         alphas = {t.module.name: t.alpha for t in self.targets if t.alpha != self.alpha}
         return {
             "peft_type": "LORA",
-            **super().peft_config(config, base, revision),
             "r": self.rank,
             "lora_alpha": plain(self.alpha),
             "lora_dropout": self.dropout,
@@ -271,15 +271,12 @@ class Lora(Method):
         """Less the first A and B of PiSSA and OLoRA."""
         return FirstAdapter(self, config, model).base
 
-    def file(
-        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
-    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+    def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """As PEFT converts what was taken out of the model: an adapter of twice the rank, with what it began with."""
         if model is None or not self.takes_out:
-            return super().file(rows, config, base, revision, model)
-        about = self.doubled().peft_config(config, base, revision)
-        stored = partial(_beside_first, FirstAdapter(self, config, model))
-        return _of_twice_the_rank(self.stored_rows(rows)), partial(AdapterExport, about=about, stored=stored)
+            return super().file(rows, config, model)
+        about, stored = self.doubled().peft_config(config), partial(_beside_first, FirstAdapter(self, config, model))
+        return AdapterFile(_of_twice_the_rank(self.stored_rows(rows)), about, stored)
 
     def doubled(self) -> Lora:
         """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from llmq.adapters.peft_format import AdapterExport, PeftConfig, stored_rows
+from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
@@ -216,10 +216,9 @@ class Method:
 
     # files
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
-        """PEFT's config of it, for a base model of this name: here what those of all methods have."""
-        about = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
-        return {**about, "inference_mode": True}
+    def peft_config(self, config: ModelConfig) -> About:
+        """What PEFT's config of it says beside that of all methods."""
+        raise NotImplementedError
 
     def exported(self, export: Any, tracked: Tracked, engine: Programs) -> Any:
         """The export of a finished run, with what was chosen while it trained."""
@@ -229,12 +228,10 @@ class Method:
         """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
         return stored_rows(rows, self.targets)
 
-    def file(
-        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
-    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
-        """Those of a plan's rows that its file has, and what makes the export of them. It is for the model as it was,
-        whose values are `model`; None: for what is left of that where something is taken out of it."""
-        return self.stored_rows(rows), partial(AdapterExport, about=self.peft_config(config, base, revision))
+    def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
+        """What its file has of a plan's rows. It is for the model as it was, whose values are `model`; None: for what
+        is left of that where something is taken out of it."""
+        return AdapterFile(self.stored_rows(rows), self.peft_config(config))
 
     def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
         """By the names of our tensors, of which tensor of a file they are columns, where they are of one."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
@@ -247,3 +248,17 @@ class AdapterExport(Export):
         """Config and weights into a new folder."""
         write_tensors(folder / ADAPTER_WEIGHTS, *self.stored(self.rows, read), self.dtype)
         write_json(folder / ADAPTER_CONFIG, self.about)
+
+
+class AdapterFile(NamedTuple):
+    """What the file of an adapter has of a run's rows, its config, and what makes rows of the file of those."""
+
+    rows: Sequence[Row]
+    about: About
+    stored: Callable[[Sequence[Row], Read], tuple[Sequence[Row], Read]] = as_trained
+
+    def export(self, base: str, revision: str | None) -> Callable[..., AdapterExport]:
+        """What makes the export of it, for a base model of this name."""
+        about: About = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
+        about = {"peft_type": self.about["peft_type"], **about, "inference_mode": True, **self.about}
+        return partial(AdapterExport, about=about, stored=self.stored)

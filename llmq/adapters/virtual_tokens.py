@@ -13,15 +13,14 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from llmq.adapters.method import Method
-from llmq.adapters.peft_format import AdapterExport, PeftConfig, Read
+from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Read
 from llmq.adapters.targets import FILE
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
@@ -45,6 +44,8 @@ class VirtualTokens(Method):
 
     num_virtual: int
 
+    name: ClassVar[str]  # the method's, in checkpoints
+    kind: ClassVar[str]  # what is trained
     unmergeable = "virtual tokens, which are a part of no weight"
 
     @classmethod
@@ -72,12 +73,9 @@ class VirtualTokens(Method):
         """What is trained, of how many tokens."""
         return f"{self.kind} of {self.num_virtual} virtual tokens before each document"
 
-    def file(
-        self, rows: Sequence[Row], config: ModelConfig, base: str, revision: str | None, model: Values | None
-    ) -> tuple[Sequence[Row], Callable[..., AdapterExport]]:
+    def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """The rows of virtual tokens, side by side."""
-        about = self.peft_config(config, base, revision)
-        return [row for row in rows if row.file == FILE], partial(AdapterExport, about=about, stored=_side_by_side)
+        return AdapterFile([row for row in rows if row.file == FILE], self.peft_config(config), _side_by_side)
 
     def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
         """Of the one tensor."""
@@ -88,20 +86,10 @@ class VirtualTokens(Method):
             start += row.shape[1]
         return found
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """What PEFT's configs of both have."""
         sizes = {"num_virtual_tokens": self.num_virtual, "num_transformer_submodules": 1}
-        return {**super().peft_config(config, base, revision), **sizes, "num_layers": config.num_layers}
-
-    @property
-    def name(self) -> str:
-        """The method's name in checkpoints."""
-        raise NotImplementedError
-
-    @property
-    def kind(self) -> str:
-        """What is trained, in words."""
-        raise NotImplementedError
+        return {**sizes, "num_layers": config.num_layers}
 
     def width(self, config: ModelConfig) -> int:
         """Numbers of a virtual token in files."""
@@ -149,10 +137,10 @@ class Prompt(VirtualTokens):
         """Channels of an embedding."""
         return config.hidden_size
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """PEFT's PromptTuningConfig."""
         sizes = {"token_dim": config.hidden_size, "num_attention_heads": config.num_heads}
-        about = super().peft_config(config, base, revision)
+        about = super().peft_config(config)
         return {"peft_type": "PROMPT_TUNING", **about, **sizes, "prompt_tuning_init": "RANDOM"}
 
 
@@ -189,16 +177,12 @@ class Prefix(VirtualTokens):
         """Keys and values of all layers."""
         return config.num_layers * prefix_width(config)
 
-    def peft_config(self, config: ModelConfig, base: str, revision: str | None) -> dict[str, Any]:
+    def peft_config(self, config: ModelConfig) -> About:
         """PEFT's PrefixTuningConfig."""
         width = config.num_kv_heads * config.head_dim
         sizes = {"token_dim": width, "num_attention_heads": config.num_kv_heads, "encoder_hidden_size": width}
-        return {
-            "peft_type": "PREFIX_TUNING",
-            **super().peft_config(config, base, revision),
-            **sizes,
-            "prefix_projection": False,
-        }
+        about = super().peft_config(config)
+        return {"peft_type": "PREFIX_TUNING", **about, **sizes, "prefix_projection": False}
 
 
 def prefix_width(config: ModelConfig) -> int:

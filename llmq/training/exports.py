@@ -126,8 +126,9 @@ def open_model(
         return OpenedExports((export,), templates.notices)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     before = None if plan.held_base.is_quantized else model
-    rows, make = adapters.file(plan.rows, config, source.name, revision, before)
-    export = open_export(options.export, config, rows, *about, replaces=replaces, default="fp32", make=make)
+    found = adapters.file(plan.rows, config, before)
+    make = found.export(source.name, revision)
+    export = open_export(options.export, config, found.rows, *about, replaces=replaces, default="fp32", make=make)
     return OpenedExports((export, *_merged(options, export, plan)), templates.notices)
 
 

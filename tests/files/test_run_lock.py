@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,45 +230,43 @@ def test_a_long_command_line_is_cut_and_a_user_without_a_name_has_a_number(monke
 # runs
 
 
-def paused(monkeypatch, at=3):
-    """Events that are set when the first run to get there is at its step `at`, and to let it go on."""
-    real, there, go_on = Engine.update, threading.Event(), threading.Event()
+@contextmanager
+def running(given, monkeypatch):
+    """A run that is at rest at its third step, and its result once it has gone on."""
+    real, there, go_on, results = Engine.update, threading.Event(), threading.Event(), []
 
     def update(self, step, rate, *more):
-        if step == at and not there.is_set():
+        if step == 3 and not there.is_set():
             for thread in threading.enumerate():
                 if thread.name.startswith("llmq-save"):
-                    thread.join()  # the run is at rest
+                    thread.join()
             there.set()
             assert go_on.wait(60)
         return real(self, step, rate, *more)
 
     monkeypatch.setattr(Engine, "update", update)
-    return there, go_on
+    thread = threading.Thread(target=lambda: results.append(llmq.train(**given, ckpt_interval=1)))
+    thread.start()
+    try:
+        assert there.wait(60)
+        yield results
+    finally:
+        go_on.set()
+        thread.join()
 
 
 @pytest.mark.parametrize(
     "shared",
     [
         {},
-        *(
-            pytest.param({"name": "other", **more}, marks=pytest.mark.slow)
-            for more in (
-                {"log_file": "runs/run/log.jsonl"},
-                {"checkpoint_dir": "runs/run/checkpoints", "continue": "auto"},
-                {"out_dir": "runs/run/model", "overwrite": True},
-            )
-        ),
+        {"name": "other", "log_file": "runs/run/log.jsonl"},
+        {"name": "other", "checkpoint_dir": "runs/run/checkpoints", "continue": "auto"},
+        {"name": "other", "out_dir": "runs/run/model", "overwrite": True},
     ],
     ids=["name", "log", "checkpoints", "model"],
 )
 def test_two_runs_at_a_time_share_nothing(given, monkeypatch, shared):
-    there, go_on = paused(monkeypatch)
-    results = []
-    thread = threading.Thread(target=lambda: results.append(llmq.train(**given, ckpt_interval=1)))
-    thread.start()
-    try:
-        assert there.wait(60)
+    with running(given, monkeypatch) as results:
         before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
         second = {**given, "console": io.StringIO(), **shared}
         with pytest.raises(StorageError, match=f"in use by process {os.getpid()} of"):
@@ -276,24 +274,14 @@ def test_two_runs_at_a_time_share_nothing(given, monkeypatch, shared):
         assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
         apart = {"name": "apart", "log_file": "runs/run/apart.jsonl", "console": io.StringIO(), "steps": 2}
         assert llmq.train(**{**given, **apart}).steps == 2
-    finally:
-        go_on.set()
-        thread.join()
     assert results[0].steps == 12 and list(Path("runs/run").rglob(".*")) == []
 
 
 def test_a_dry_run_beside_a_run_takes_no_lock(given, monkeypatch):
-    there, go_on = paused(monkeypatch)
-    thread = threading.Thread(target=lambda: llmq.train(**given, ckpt_interval=1))
-    thread.start()
-    try:
-        assert there.wait(60)
+    with running(given, monkeypatch):
         before = sorted(Path("runs").rglob("*"))
         llmq.train(**{**given, "console": io.StringIO(), "continue": "newest", "dry_run": True})
         assert sorted(Path("runs").rglob("*")) == before
-    finally:
-        go_on.set()
-        thread.join()
 
 
 def test_one_run_after_the_other_has_the_lock_however_the_first_ended(given, monkeypatch):

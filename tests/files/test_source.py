@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from llmq.hardware import cores
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
 from llmq.model.presets import PRESETS
+from llmq.options.data import ModelOptions
 from llmq.row import Part, Row
 from llmq.tensor import DTYPES
 
@@ -26,17 +26,7 @@ SCRATCH = ModelSource("x", CONFIG, None, None, True, False)
 
 
 def options(model, **more):
-    return SimpleNamespace(
-        **{
-            "model": model,
-            "revision": None,
-            "from_scratch": False,
-            "init_proj_to_zero": False,
-            "vocab_size": None,
-            "tokenizer": None,
-            **more,
-        }
-    )
+    return ModelOptions.model_validate({"model": model, **more})
 
 
 def write(folder, config=CONFIG):
