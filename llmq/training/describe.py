@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
-from llmq.data.chat.samples import sample_text
+from llmq.data.chat.encode import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
 from llmq.hardware import device

@@ -20,9 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Group
+from rich.text import Text as Styled
 
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, shortened, trained_runs
 from llmq.data.chat.formats import PAIRS, Chat, Format, Pair, Text, Tokens, find_format
@@ -30,11 +33,18 @@ from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_
 from llmq.data.chat.template import MARKER, OWN, RenderError, open_templates
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.text import pieces_of
+from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
 
 ENCODED_AT_ONCE = 1 << 20  # characters
+Rows = Sequence[Record]  # the first ones
 LONGEST_END = 200  # characters of an end token and the white space after it
+# By whether the token is trained, then by turns, so that neighbours differ.
+STYLES = {True: ("black on green3", "black on spring_green2"), False: ("default on grey15", "default on grey27")}
+MAX_TOKENS = 2000  # shown of a document
+MAX_JOINED = 8  # tokens that may share one character
+SAMPLE_TOKENS = 512  # at most, of the sample in the log of a run
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
@@ -53,9 +63,7 @@ class EncodeOptions:
 
     def format_of(self, first: Sequence[Record]) -> Format:
         """The format of data that begins with the rows `first`; see find_format for the errors."""
-        return find_format(
-            first, self.data_format, self.mapping, prompt_template=self.prompt_template, preamble=self.preamble
-        )
+        return find_format(first, self.data_format, self.mapping, self.prompt_template, self.preamble)
 
 
 def open_encoder(
@@ -88,12 +96,7 @@ def open_encoder(
         unused.append(f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}")
     if unused:
         raise UsageError("; ".join(unused))
-    now = now or datetime.now()
-    made = Encoder(form, tokenizer, options, train_on)
-    if is_chat:
-        made = ChatEncoder(form, tokenizer, options, train_on, first, now)
-    made.again = partial(open_encoder, first, tokenizer, options, now)
-    return made
+    return (ChatEncoder if is_chat else Encoder)(form, tokenizer, options, first, now or datetime.now())
 
 
 class Encoder:
@@ -101,13 +104,19 @@ class Encoder:
 
     is_chat = False
     template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
-    again: Callable[[], Encoder]  # opens it in another process
 
-    def __init__(self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, train_on: TrainOn) -> None:
-        self.format, self.tokenizer, self.options, self.train_on = form, tokenizer, options, train_on
-        self.counts = Counts()
+    def __init__(
+        self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, first: Rows, now: datetime
+    ) -> None:
+        self.format, self.tokenizer, self.options = form, tokenizer, options
+        self.train_on, self.counts = TrainOn.parse(options.train_on), Counts()
+        self.again = partial(open_encoder, first, tokenizer, options, now)  # opens it in another process
         # What ends every document, whatever is in the rows.
-        self.own_ends = set() if form.name == "tokens" or self.is_chat else {tokenizer.eos_token_id}
+        self.own_ends = set() if form.name == "tokens" else {tokenizer.eos_token_id}
+        self._begin(first, now)
+
+    def _begin(self, first: Rows, now: datetime) -> None:
+        """What else is made of the first rows."""
 
     def copied(self) -> Encoder:
         """The same encoder with counts of its own, which another thread may use at the same time."""
@@ -129,10 +138,7 @@ class Encoder:
         """Format, mapping, template and mask in words, a line each."""
         lines = [f"format: {self.format.describe()}", *self._described()]
         if self.options.seq_len is not None:
-            # A prompt with its answer is one turn.
-            is_pair = self.format.name in PAIRS and not self.is_chat
-            done = OVERLONG["drop" if is_pair and self.options.overlong == "turns" else self.options.overlong]
-            lines.append(f"{'chats' if self.is_chat else 'rows'} of more than {self.options.seq_len:,} tokens {done}")
+            lines.append(f"rows of more than {self.options.seq_len:,} tokens {OVERLONG[self.options.overlong]}")
         return "\n".join(lines)
 
     def _described(self) -> list[str]:
@@ -142,8 +148,7 @@ class Encoder:
         lines = [f"each row begins with {' '.join(map(str, begin))}"] if self.tokenizer.begin_ids else []
         if self.format.name == "text" or self.train_on.everything:
             return [*lines, f"trained: every token, with {eos} at the end of each row"]
-        chats = f"--chat-template {OWN} would make chats of them"
-        how = f"prompt and answer are joined as they are ({chats})"
+        how = f"prompt and answer are joined as they are (--chat-template {OWN} would make chats of them)"
         return [*lines, f"trained: the answer and {eos} after it; {how}"]
 
     def encode(self, records: Sequence[Record], bad: list[BadRow] | None = None) -> list[Encoded]:
@@ -154,20 +159,11 @@ class Encoder:
         read: list[tuple[Record, Any, list[str]]] = []  # rows, their content, their texts
         for record in records:
             try:
-                content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
-                for text in texts:
-                    text.encode()
-                read.append((record, content, texts))
-            except UnicodeEncodeError as error:
-                half = error.object[error.start]
-                wrong = BadRow(record.place, f"the text holds {half!a}, which is no character of UTF-8: fix it")
+                read.append(self._read(record))
             except BadRow as error:
-                wrong = error
-            else:
-                continue
-            if bad is None:
-                raise wrong
-            bad.append(wrong)
+                if bad is None:
+                    raise
+                bad.append(error)
         documents: list[Encoded] = []
         encodings = self._encodings([text for _, _, texts in read for text in texts])
         for record, content, texts in read:
@@ -179,6 +175,16 @@ class Encoder:
             self.counts.tokens += num_tokens
             self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
         return documents
+
+    def _read(self, record: Record) -> tuple[Record, Any, list[str]]:
+        content, texts = self._texts(record, self.format.read(record, self.tokenizer.vocab_size))
+        try:
+            for text in texts:
+                text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRow(record.place, f"the text holds {half!a}, which is no character of UTF-8: fix it") from None
+        return record, content, texts
 
     def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
         """A row's documents, of at most seq_len tokens, without those that train nothing."""
@@ -237,36 +243,24 @@ class ChatEncoder(Encoder):
 
     is_chat = True
 
-    def __init__(
-        self,
-        form: Format,
-        tokenizer: TextTokenizer,
-        options: EncodeOptions,
-        train_on: TrainOn,
-        first: Sequence[Record],
-        now: datetime | None = None,
-    ) -> None:
-        super().__init__(form, tokenizer, options, train_on)
-        self.templates = open_templates(tokenizer.folder, options.chat_template, now)
+    def _begin(self, first: Rows, now: datetime) -> None:
+        """Opens the templates, and learns from a small chat, or else the first rows, how they end a turn.
+
+        DataError if they do so with a marker that is not one token.
+        """
+        self.templates = open_templates(self.tokenizer.folder, self.options.chat_template, now)
         self.template_note = self.templates.note
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
-        self.encoder = copy.deepcopy(tokenizer.encoder)
+        self.encoder = copy.deepcopy(self.tokenizer.encoder)
         self.encoder.encode_special_tokens = False
         self.encoder.post_processor = None
         added = self.encoder.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special} | {tokenizer.eos_token}
+        special = {token.content for token in added if token.special} | {self.tokenizer.eos_token}
         self.end_tokens = tuple(sorted(special, key=len, reverse=True))
         self._spelled = re.compile("|".join(map(re.escape, self.end_tokens)))
-        self._probe(first)
-
-    def _probe(self, first: Sequence[Record]) -> None:
-        """Learns from a small chat, or else the first rows, how the template ends a turn.
-
-        DataError if it does so with a marker that is not one token.
-        """
         text, stop = next(self._probes(first), ("", 0))
-        tail = text[:stop].rstrip()
+        tail, self.own_ends = text[:stop].rstrip(), set()
         if tail.endswith(self.end_tokens):
             self.own_ends = {self.encoder.encode(tail, add_special_tokens=False).ids[-1]}
         elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
@@ -277,7 +271,7 @@ class ChatEncoder(Encoder):
                 "another template (--chat-template)"
             )
 
-    def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
+    def _probes(self, first: Rows) -> Iterator[tuple[str, int]]:
         """Rendered chats, and where the trained part of their last assistant turn ends."""
         chats: list[Any] = [PROBE]
         for record in first:
@@ -355,3 +349,57 @@ class ChatEncoder(Encoder):
             token = next((token for token in self.end_tokens if tail.endswith(token)), None)
             if token is not None and following != stop and (number := self.encoder.token_to_id(token)) is not None:
                 self.counts.end_tokens.add(number)
+
+
+def show(
+    encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, marks: bool = False, most: int = MAX_TOKENS
+) -> Group:
+    """The first `count` documents, up to `most` tokens of each, under its place and numbers; trained ones are green.
+
+    With `marks`, for where there are no colors, what is trained also stands in [[ ]].
+    Control characters are shown as escapes, so that no text moves the cursor; line breaks also break the line.
+    """
+    shown: list[Styled] = []
+    for document in encoded[:count]:
+        trained = np.ones(len(document.ids), bool) if document.trained is None else document.trained
+        shown.append(
+            Styled(f"{document.place}: {len(document.ids)} tokens, {int(trained.sum())} trained", style="bold")
+        )
+        body, inside = Styled(), False
+        for number, (text, is_trained) in enumerate(_pieces(document.ids[:most], trained, tokenizer)):
+            if marks and is_trained != inside:
+                body.append("[[" if is_trained else "]]")
+            inside = is_trained
+            escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() + "\n" * (c == "\n") for c in text)
+            body.append("".join(escaped), style=STYLES[is_trained][number % 2])
+        body.append("]]" if marks and inside else "")
+        if len(document.ids) > most:
+            body.append(f" ... and {len(document.ids) - most} more tokens", style="italic")
+        shown.append(body)
+    return Group(*shown)
+
+
+def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path | None]) -> str | None:
+    """The first document of masked data as text, with what is trained in marks; None where all is trained."""
+    masked = next((file for file in files if file.mask_bits is not None and file.num_documents), None)
+    folder = tokenizer_folder() if masked is not None else None
+    if masked is None or folder is None:
+        return None
+    stop = int(masked.document_starts[1])
+    document = Encoded(masked.path.name, np.asarray(masked.tokens[:stop]), masked.trained(0, stop))
+    _, body = show([document], TextTokenizer.open(str(folder)), 1, marks=True, most=SAMPLE_TOKENS).renderables
+    return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{body}"
+
+
+def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> Iterator[tuple[str, bool]]:
+    """Text and mask of each token; tokens with parts of one character are shown together, where masks agree."""
+    at = 0
+    while at < len(ids):
+        stop, text = at, "\ufffd"
+        while "\ufffd" in text and stop < min(len(ids), at + MAX_JOINED) and trained[stop] == trained[at]:
+            stop += 1
+            text = tokenizer.encoder.decode(ids[at:stop].tolist(), skip_special_tokens=False)
+        if "\ufffd" in text:  # no character comes of it: one token by itself
+            stop, text = at + 1, tokenizer.encoder.id_to_token(int(ids[at])) or f"<{ids[at]}>"
+        yield text, bool(trained[at])
+        at = stop

@@ -42,21 +42,17 @@ class Counts:
 def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[str]:
     """Notes on rows that were encoded, a line each; `bad` of them were left out."""
     lines = [
-        f"{count} {text}"
+        f"{count:,} {text}"
         for count, text in (
             (bad, "bad rows were left out"),
             (counts.untrained, "rows without a trained token were left out"),
             (counts.masked, "turns are not trained, as their messages say"),
             (counts.spelled, "chats have text that spells a special token, which became that token"),
             (counts.unended, "chats have a last turn that the template does not end: the end token was added"),
+            (counts.divided, f"chats became {counts.divided_into:,} documents, {DIVIDED}"),
         )
         if count
     ]
-    if counts.divided:
-        lines.append(
-            f"{counts.divided:,} chats became {counts.divided_into:,} documents, as the chat template writes earlier "
-            "turns differently from the last one: each of their turns is trained in a document that ends with it"
-        )
     if counts.overlong:
         lost = f" ({counts.too_long:,} rows and {counts.turns_cut:,} trained turns are left out)"
         done = OVERLONG[overlong] + lost * (overlong == "turns")
@@ -66,6 +62,10 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
     return lines
 
 
+DIVIDED = (
+    "as the chat template writes earlier turns differently from the last one: each of their turns is trained in a "
+    "document that ends with it"
+)
 # What is done with rows of more than seq_len tokens, in words. `turns` never trains a part of an answer; text has none,
 # and stays whole.
 OVERLONG = {

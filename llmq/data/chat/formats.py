@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -94,13 +94,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 # What ShareGPT and those who write like it call the roles.
 SHAREGPT_ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
     **{role: role for role in ROLES},
 }
 # What a message that is context only (a bad answer, say) has as 0 or false: `weight` (OpenAI, Mistral, OpenChat),
@@ -122,19 +117,17 @@ class Format:
     name: str
     columns: dict[str, str]  # ours -> theirs, for all columns that a row may have
     seen: frozenset[str]  # ours, of those that the first rows have or --map names
-    place: str  # of the row that it was found in
-    chosen: bool = False  # asked for, not found
-    is_chat: bool = False  # each row is a chat
+    how: str  # it was found
+    is_chat: bool  # each row is a chat
     template: PromptTemplate | None = None  # writes the prompt from all columns
     preamble: bool = True  # of Alpaca's prompt
 
     def describe(self) -> str:
         """The format and the mapping in words."""
-        how = "as asked" if self.chosen else f"as in {self.place}"
         columns = [(ours, theirs) for ours, theirs in self.columns.items() if ours in self.seen]
         named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in columns)
         by = ", the prompt written by --prompt-template" if self.template else ""
-        return f"{self.name} ({how}), columns {named}{by}"
+        return f"{self.name} ({self.how}), columns {named}{by}"
 
     def read(self, record: Record, vocab_size: int) -> Content:
         """The row's content; BadRow if it is of another format, empty, or not what the columns should hold."""
@@ -150,7 +143,6 @@ def find_format(
     first: Sequence[Record],
     data_format: str | None = None,
     mapping: Sequence[tuple[str, str]] = (),
-    *,
     prompt_template: str | None = None,
     preamble: bool = True,
 ) -> Format:
@@ -176,43 +168,38 @@ def find_format(
     if not first:
         raise DataError("there are no rows: give data with at least one")
     for record in first:
-        if found := _match(record, names, dict(mapping), with_prompt=template is None):
-            there = {ours for ours, theirs in found.columns.items() if any(theirs in row.value for row in first)}
-            found = replace(found, seen=found.seen | there, chosen=data_format is not None)
-            return replace(found, template=template, preamble=preamble)
-    columns = ", ".join(map(str, first[0].value)) or "none"
-    wanted = "; ".join(f"{name} ({', '.join(_needed(name, template is None))})" for name in names)
+        if found := _match(record.value, names, dict(mapping), with_prompt=template is None):
+            name, columns = found
+            seen = {ours for ours, theirs in columns.items() if any(theirs in row.value for row in first)}
+            is_chat = name in CHATS or (name == PAIRS[0] and isinstance(record.value[columns["completion"]], list))
+            how = f"as in {record.place}" if data_format is None else "as asked"
+            return Format(name, columns, frozenset(seen.union(dict(mapping))), how, is_chat, template, preamble)
+    there = ", ".join(map(str, first[0].value)) or "none"
+    wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0][template is not None :])})" for name in names)
     raise DataError(
-        f"{first[0].place}: the columns ({columns}) match no format: {wanted}: name the columns with --map "
+        f"{first[0].place}: the columns ({there}) match no format: {wanted}: name the columns with --map "
         "OURS=THEIRS, for example --map messages=dialogue"
     )
 
 
-def _needed(name: str, with_prompt: bool) -> tuple[str, ...]:
-    """The columns that a row of a format must have."""
-    return FORMATS[name][0][0 if with_prompt else 1 :]
-
-
-def _match(record: Record, names: Sequence[str], mapping: dict[str, str], *, with_prompt: bool = True) -> Format | None:
-    """The first of the formats `names` whose columns the row has, by our names and then by other common ones."""
-    row = record.value
+def _match(
+    row: dict[str, Any], names: Sequence[str], mapping: dict[str, str], *, with_prompt: bool = True
+) -> tuple[str, dict[str, str]] | None:
+    """The first of the formats `names` whose columns the row has, by our names and then by other common ones; and all
+    columns that a row may have, ours -> theirs."""
     for name, other in [*((name, dict[str, str]()) for name in names), *OTHER_NAMES]:
         if name not in names:
             continue
-        needed, optional = _needed(name, with_prompt), FORMATS[name][1]
-        called = {**other, **mapping}
-        if name in CHATS:
-            column = _chat_column(row, name, mapping)
-            columns = None if column is None else {needed[0]: column}
+        (needed, optional), called = FORMATS[name], {**other, **mapping}
+        if name not in CHATS:
+            columns = {ours: called.get(ours, ours) for ours in needed[not with_prompt :]}
+        elif column := _chat_column(row, name, mapping):
+            columns = {needed[0]: column, **{key: mapping[key] for key in ("role", "content") if key in mapping}}
         else:
-            columns = {ours: called.get(ours, ours) for ours in needed}
-            there = all(row.get(theirs) is not None for theirs in columns.values())
-            columns = columns if there and all(other[ours] in row for ours in other if ours in optional) else None
-        if columns is not None:
-            columns |= {ours: called.get(ours, ours) for ours in optional}
-            columns |= {key: mapping[key] for key in ("role", "content") if name in CHATS and key in mapping}
-            is_chat = name in CHATS or (name == "prompt-completion" and isinstance(row[columns["completion"]], list))
-            return Format(name, columns, frozenset({*needed, *mapping}), record.place, is_chat=is_chat)
+            continue
+        there = all(row.get(columns[ours]) is not None for ours in columns if ours in needed)
+        if there and all(other[ours] in row for ours in other if ours in optional):
+            return name, {**columns, **{ours: called.get(ours, ours) for ours in optional}}
     return None
 
 
@@ -241,8 +228,8 @@ class _Row:
         theirs = self.form.columns.get(ours, ours)
         value = self.value.get(theirs)
         if value is None and ours in FORMATS[self.form.name][0]:
-            other = _match(Record(self.place, self.value), list(FORMATS), {})
-            is_other = f"the row is {other.name}, " if other and other.name != self.form.name else ""
+            other = _match(self.value, list(FORMATS), {})
+            is_other = f"the row is {other[0]}, " if other and other[0] != self.form.name else ""
             there = "is null" if theirs in self.value else "is missing"
             raise self.bad(f"{is_other}but the data is {self.form.describe()}: {theirs} {there}".removeprefix("but "))
         return value

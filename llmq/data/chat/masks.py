@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 
 import numpy as np
@@ -96,24 +97,18 @@ class Sample:
             self.turns = ((stop, len(own) if self.text.startswith(own) else stop), *self.turns)
 
 
-@dataclass
 class Turns:
-    """One conversation's renderings, each made once as long as turns are looked at from last to first."""
+    """One conversation's renderings."""
 
-    template: ChatTemplate
-    chat: Chat
-    end_tokens: tuple[str, ...]
-    _made: dict[tuple[int, bool], Rendering] = field(default_factory=dict)
+    def __init__(self, template: ChatTemplate, chat: Chat, end_tokens: tuple[str, ...]) -> None:
+        self.template, self.chat, self.end_tokens = template, chat, end_tokens
+        # Turns are looked at from last to first, so that few renderings, each as long as the conversation, are made
+        # once and kept.
+        self.render = lru_cache(4)(self._rendered)
 
-    def render(self, count: int, prompt: bool = False) -> Rendering:
+    def _rendered(self, count: int, prompt: bool = False) -> Rendering:
         """The first `count` messages, with the generation prompt if `prompt`."""
-        key = (count, prompt)
-        if key not in self._made:
-            # Those of later turns, each as long as the conversation, are not asked for again.
-            self._made = {known: made for known, made in self._made.items() if known[0] <= count + 1}
-            messages = self.chat.messages[:count]
-            self._made[key] = self.template.render(messages, self.chat.tools, add_generation_prompt=prompt)
-        return self._made[key]
+        return self.template.render(self.chat.messages[:count], self.chat.tools, add_generation_prompt=prompt)
 
     def spans(self, turn: int) -> list[tuple[int, int]]:
         """What is trained of message `turn` in the rendering that ends with it; at least one span."""
@@ -124,14 +119,16 @@ class Turns:
             return [*blocks, (start, self._with_end(text, blocks[0][0] if blocks else start, stop))]
         found = self._prompt_end(turn, text) if is_assistant else self._content_start(turn, text)
         start = self._message_start(turn, text) if found is None else found
-        return [(start, self._turn_end(text, start))]
+        # to the end of the last end token, if only white space follows it, else of the text
+        bare = text.rstrip()
+        return [(start, len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text))]
 
     def _blocks(self, turn: int, text: str, generated: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The generation blocks of assistant turn `turn` in the rendering that ends with it."""
         roles = [message["role"] for message in self.chat.messages[: turn + 1]]
         if len(generated) == roles.count("assistant"):
             return generated[-1:]
-        before = _common(self.render(turn).text, text) if turn else 0
+        before = self._message_start(turn, text)
         own = [block for block in generated if block[0] >= before]
         if not own:
             raise RenderError(f"message {turn + 1} has no generation block, as other assistant turns have")
@@ -185,11 +182,6 @@ class Turns:
     def _message_start(self, turn: int, text: str) -> int:
         """Where a message begins in the text that ends with it."""
         return _common(self.render(turn).text, text) if turn else 0
-
-    def _turn_end(self, text: str, start: int) -> int:
-        """The end of the last end token of `text`, if only white space follows it, else the end of the text."""
-        bare = text.rstrip()
-        return len(bare) if len(bare) > start and bare.endswith(self.end_tokens) else len(text)
 
     def _with_end(self, text: str, start: int, stop: int) -> int:
         """`stop`, or the end of the end token right after it if a turn from `start` to `stop` has none."""

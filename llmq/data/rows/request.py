@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -55,14 +56,11 @@ class Request:
         """The first good rows of the training data; DataError if the data begins with LOOKED_AT bad ones."""
         assert not isinstance(self.found.train, Texts)
         first = [row for _, row in islice(self.found.train.read(), LOOKED_AT)]
-        good = [row for row in first if isinstance(row, Record)]
-        if not good:
-            raise (
-                first[0]
-                if first and isinstance(first[0], BadRow)
-                else DataError(f"{self.found.name} has no rows: give data with rows")
-            )
-        return good
+        if not first:
+            raise DataError(f"{self.found.name} has no rows: give data with rows")
+        if isinstance(first[0], BadRow) and all(isinstance(row, BadRow) for row in first):
+            raise first[0]
+        return [row for row in first if isinstance(row, Record)]
 
     def encoder(self, now: datetime | None = None) -> Encoder | None:
         """The encoder of rows, with the time `now` for templates (None: the clock's); None for text files."""
@@ -117,12 +115,9 @@ def _only_for_rows(options: EncodeOptions) -> list[str]:
 
 def parsed_mapping(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Pairs (ours, theirs) of --map OURS=THEIRS; UsageError names what is of another form or given twice."""
-    pairs = [text.split("=", 1) for text in texts if "=" in text]
-    wrong = [text for text in texts if not all(text.partition("=")[::2])]
-    names = [pair[0] for pair in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if wrong:
+    pairs = [(ours, theirs) for ours, _, theirs in (text.partition("=") for text in texts)]
+    if wrong := [text for text, pair in zip(texts, pairs, strict=True) if not all(pair)]:
         raise UsageError(f"--map {', '.join(wrong)}: give OURS=THEIRS, for example messages=conversations")
-    if twice:
+    if twice := sorted(name for name, count in Counter(ours for ours, _ in pairs).items() if count > 1):
         raise UsageError(f"--map: {', '.join(twice)} is given twice: give each of our names once")
-    return tuple((ours, theirs) for ours, theirs in pairs)
+    return tuple(pairs)

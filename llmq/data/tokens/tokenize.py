@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.chat.encode import EncodeOptions, Encoder
+from llmq.data.chat.encode import EncodeOptions, Encoder, show
 from llmq.data.chat.encoded import Counts, Encoded, notes
-from llmq.data.chat.samples import show
 from llmq.data.rows.find_sources import Found, find
 from llmq.data.rows.request import Request
 from llmq.data.rows.row_files import BadRow, Record

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from small_tokenizers import save
 
+from llmq.data.chat.encode import MAX_TOKENS, STYLES, show
 from llmq.data.chat.encoded import Encoded
-from llmq.data.chat.samples import MAX_TOKENS, STYLES, show
 from llmq.data.tokens.tokenizer import TextTokenizer
 
 
