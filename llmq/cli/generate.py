@@ -20,46 +20,23 @@ from llmq.options.field import describe, section_of
     context_settings=shell.SETTINGS,
     epilog="Example: llmq-generate --model=Qwen/Qwen2.5-0.5B --prompt='The capital of France is'",
 )
+@click.option("--prompt", multiple=True, metavar="TEXT", help="Text to continue, printed as it comes; repeatable.")
 @click.option(
-    "--prompt",
-    multiple=True,
-    metavar="TEXT",
-    help="Text to continue; its continuation is printed as it comes. Repeat it for more texts, answered together.",
-)
-@click.option(
-    "--prompts",
-    type=shell.Home(),
-    metavar="FILE",
-    help="Lines of text, or JSON lines with a prompt, messages or tokens; the answers are JSON lines.",
+    "--prompts", type=shell.Home(), metavar="FILE", help="Lines of text, or JSON lines of prompts, messages or tokens."
 )
 @click.option("--chat", is_flag=True, help="Chat by the model's template: a line of input is a turn, its end ends it.")
 @click.option("--system", metavar="TEXT", help="The system message of --chat.")
-@click.option(
-    "--out", type=shell.Home(), metavar="FILE", help="Write the JSON lines of the answers here.  [default: stdout]"
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print a JSON line for each answer, as for --prompts, with the log p of each new token.",
-)
+@click.option("--out", type=shell.Home(), metavar="FILE", help="Write JSON lines of answers here.  [default: stdout]")
+@click.option("--json", "as_json", is_flag=True, help="Print answers as JSON lines, with the log p of each new token.")
 @click.option("--stats", is_flag=True, help="Print a line on speed at the end, to stderr.")
-def command(
-    prompt: tuple[str, ...],
-    prompts: str | None,
-    chat: bool,
-    system: str | None,
-    out: str | None,
-    as_json: bool,
-    stats: bool,
-    **typed: Any,
-) -> None:
+def command(prompt: tuple[str, ...], prompts: str | None, chat: bool, out: str | None, **given: Any) -> None:
     """Writes what a model says after a prompt, after each of many, or in a chat."""
-    given = [name for name, value in (("--prompt", prompt), ("--prompts", prompts), ("--chat", chat)) if value]
-    if len(given) != 1:
-        raise UsageError(f"give one of --prompt, --prompts and --chat, not {' and '.join(given) or 'none'}")
-    options = section_of(GenerateOptions, {key: value for key, value in typed.items() if value not in (None, ())})
-    _refuse_idle(given[0], system, out, as_json=as_json, samples=options.samples)
+    ways = [name for name, value in (("--prompt", prompt), ("--prompts", prompts), ("--chat", chat)) if value]
+    if len(ways) != 1:
+        raise UsageError(f"give one of --prompt, --prompts and --chat, not {' and '.join(ways) or 'none'}")
+    system, as_json, stats = (given.pop(name) for name in ("system", "as_json", "stats"))
+    options = section_of(GenerateOptions, {key: value for key, value in given.items() if value not in (None, ())})
+    _refuse_idle(ways[0], system, out, as_json=as_json, samples=options.samples)
     # Imported here, so that --help does not wait for them.
     from llmq.generation import text
     from llmq.generation.prompts import questions_of, read_questions

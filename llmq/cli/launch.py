@@ -59,24 +59,12 @@ class Machines:
     epilog="Example: llmq-launch --nnodes 2 --node-rank 0 --master-addr node1 --master-port 29400 --gpus 8 -- "
     "--model Qwen/Qwen3-8B --data chats.jsonl",
 )
-@click.option(
-    "--nnodes", "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
-)
-@click.option(
-    "--node-rank",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Which of them this is, from 0. The run's output is that of machine 0.",
-)
-@click.option("--master-addr", metavar="HOST", help="Name or address of machine 0.")
-@click.option(
-    "--master-port", type=click.IntRange(1, 65535), help="A free port of machine 0, which the others can reach."
-)
-@click.option(
-    "--gpus", type=click.IntRange(min=0), help="Number of GPUs on each machine, with a process for each; 0 takes all."
-)
-@click.option("--procs", type=click.IntRange(min=1), help="Number of processes on each machine, for --device cpu.")
+@click.option("--nnodes", "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of machines.")
+@click.option("--node-rank", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
+@click.option("--master-addr", metavar="HOST", help="Name or address of machine 0, whose output is the run's.")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="A free port of machine 0.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs on each machine, with a process for each; 0 takes all.")
+@click.option("--procs", type=click.IntRange(1), help="Processes on each machine, for --device cpu.")
 @click.option(
     "--join-timeout",
     type=shell.Number(min=0, min_open=True),

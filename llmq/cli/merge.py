@@ -17,13 +17,7 @@ from llmq.errors import UsageError
     context_settings=shell.SETTINGS,
     epilog="Example: llmq-merge --model=Qwen/Qwen2.5-0.5B --adapter=runs/first/model --out-dir=merged",
 )
-@click.option(
-    "--model",
-    required=True,
-    type=shell.Home(),
-    metavar="FOLDER-OR-NAME",
-    help="The model that the adapters were trained on: a folder, or a hub name.",
-)
+@click.option("--model", required=True, type=shell.Home(), metavar="FOLDER-OR-NAME", help="The adapters' base model.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option(
     "--adapter",
@@ -39,27 +33,14 @@ from llmq.errors import UsageError
     "weights",
     multiple=True,
     type=shell.Number(),
-    metavar="FLOAT",
     help="How much of an adapter is added; once for each --adapter, in their order.  [default: 1]",
 )
 @click.option("--out-dir", required=True, type=shell.Home(), metavar="DIR", help="Folder for the merged model.")
+@click.option("--export-dtype", "dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="[default: the model's]")
 @click.option(
-    "--export-dtype",
-    "dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Dtype of its weights.  [default: the model's]",
+    "--base-dtype", type=shell.BASE_DTYPE, help="Dtype in which to hold the base.  [default: as they were trained]"
 )
-@click.option(
-    "--base-dtype",
-    type=shell.BASE_DTYPE,
-    help="Dtype in which to hold what the adapters are added to; fp32: the weights as they are.  "
-    "[default: as they were trained]",
-)
-@click.option(
-    "--model-dtype",
-    type=click.Choice(["bf16", "fp32"]),
-    help="Dtype of the run whose --base-dtype this is.  [default: as they were trained]",
-)
+@click.option("--model-dtype", type=click.Choice(["bf16", "fp32"]), help="Dtype of the run of that --base-dtype.")
 @click.option("--base-only", is_flag=True, help="Write what the adapters were trained on, without them.")
 @click.option("--overwrite", is_flag=True, help="Replace a model that is there.")
 def command(

@@ -16,22 +16,13 @@ from llmq.cli import shell
     epilog="Example: llmq-plot runs/first runs/second -o out.png; llmq-plot runs/ draws all that are in it",
 )
 @click.argument("runs", nargs=-1, required=True, type=shell.Home(), metavar="RUN_OR_LOG [MORE ...]")
-@click.option(
-    "-o",
-    "--output",
-    type=shell.Home(),
-    default="out.png",
-    show_default=True,
-    metavar="FILE",
-    help="A .png, .svg or .pdf file.",
-)
+@click.option("-o", "--output", type=shell.Home(), default="out.png", show_default=True, help="A .png, .svg or .pdf.")
 @click.option(
     "--last",
     "last_steps",
     type=click.IntRange(1),
     default=30,
     show_default=True,
-    metavar="STEPS",
     help="Steps at the end over which the printed losses are means.",
 )
 def command(runs: tuple[str, ...], output: str, last_steps: int) -> None:

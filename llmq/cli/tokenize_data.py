@@ -49,7 +49,7 @@ SHARED = (  # options of llmq-train, with its help
 )
 @click.option(
     "--train-tokenizer",
-    type=click.IntRange(min=257),
+    type=click.IntRange(257),
     metavar="N",
     help="Train a byte-level BPE tokenizer of N tokens on the text, in place of --model; at least 257.",
 )
