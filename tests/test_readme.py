@@ -24,7 +24,7 @@ from llmq.model.presets import PRESETS
 from llmq.options.commands import GenerateOptions
 from llmq.options.field import INSTEAD, flag
 from llmq.options.parse import SECTIONS, Options, descriptions
-from llmq.training.result import TrainResult
+from llmq.training.records import TrainResult
 
 ROOT = Path(__file__).parents[1]
 README, DOCS, SITE = ROOT / "README.md", ROOT / "docs", ROOT / "tools/docs/mkdocs.yml"

@@ -28,7 +28,7 @@ def write_run(
     options = LogOptions.model_validate({"name": name or folder.name, "log_file": str(folder / "log.jsonl")})
     with RunLog(options, io.StringIO()) as log:
         log.options({"name": options.name, "learning_rate": 1e-5})
-        log.model("tinyllama", num_parameters=7)
+        log.section("model", {"path": "tinyllama", "num_parameters": 7})
         log.begin()
         for step, loss in enumerate(losses, 1):
             epoch, applied = step / len(losses), math.isfinite(loss)

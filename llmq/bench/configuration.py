@@ -32,8 +32,7 @@ from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.spec import Spec
 from llmq.screen import Screen
 from llmq.training.facts import Facts
-from llmq.training.fit import SEARCHING, fitted
-from llmq.training.room import limits_of
+from llmq.training.fit import fitted
 
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train
@@ -113,7 +112,7 @@ class Configuration:
 
     def spec(self, options: Options) -> Spec:
         """What is planned. An update in backward clips by the last norm, as there is no other."""
-        spec = self.facts.spec(options, precision.resolve(options.precision, self.facts.config))
+        spec = self.facts.spec(options)
         by_last = spec.memory.fused or memory.is_to_fit(options.memory)  # which may choose it
         return replace(spec, hyper=replace(spec.hyper, clips_by_last=by_last))
 
@@ -148,17 +147,15 @@ class Configuration:
                 plan = self._plan(plan.spec.batch_size // 2, backend)
         if memory.chooses_attention_chunks(options.memory):
             plan = with_fitting_chunks(plan, free_bytes, backend.scratch_bytes)
-        refuse_if_too_large(plan, limits_of(options, self.where, backend, USUAL_STEPS))
+        refuse_if_too_large(plan, self.facts.limits(options, backend, USUAL_STEPS))
         return plan
 
     def _chosen_plan(self, backend: Backend) -> Plan:
         """The plan that --fit takes for steps of --tokens-per-step; the settings are shown on stderr."""
         samples = max((self.request.tokens_per_step or self.defaults.tokens) // self.flat["seq_len"], 1)
-        scratch = (self.open_backend("planned").scratch_bytes, backend.scratch_bytes)
         screen = Screen(sys.stderr)
-        with screen.task(f"{SEARCHING}, of {self.name}") as report:
-            about = (self.options(1, samples), self.spec, self.where, *scratch, samples)
-            found = fitted(*about, fixed=self.given, report=report)
+        about = (self.options(1, samples), self.spec, self.where, backend, samples)
+        found = fitted(*about, fixed=self.given, task=lambda title: screen.task(f"{title}, of {self.name}"))
         for line in found.lines:
             screen.line(line)
         assert found.plan is not None

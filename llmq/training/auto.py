@@ -12,13 +12,11 @@ from dataclasses import dataclass, replace
 
 from llmq.backends import Backend
 from llmq.engine.measure import Clock, measure
-from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import layer_maps
-from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision, block_sites
 from llmq.plan.spec import Spec
-from llmq.screen import Report, counted
+from llmq.screen import Report, counted, unreported
 
 LAYERS, VOCAB = 2, 1024  # of the model that is timed
 STEPS, MOST_MICRO_STEPS = 5, 8
@@ -49,35 +47,28 @@ class Timing:
 
 
 def choose(
-    config: ModelConfig,
-    precision: Precision,
-    memory: Memory,
-    backend: Backend,
-    report: Report = lambda done, total: None,
-    *,
-    batch_size: int,
-    seq_len: int,
-    grad_accumulation: int,
+    spec: Spec, grad_accumulation: int, backend: Backend, report: Report = unreported
 ) -> tuple[Precision, Timing]:
-    """`precision`, whose matmuls are e4m3, without the sites that are no faster for it; and what was measured.
+    """The dtypes of `spec`, whose matmuls are e4m3, without the sites that are no faster for it; and what was measured.
 
     Sites that are wide anyway stay so, and count as no faster.
     """
+    config, precision, batch_size, seq_len = spec.config, spec.precision, spec.batch_size, spec.seq_len
     names = block_sites(config)
     open_sites = tuple(
         site for site in layer_maps(config) if any(n.endswith(site) and n not in precision.wide for n in names)
     )
     windows = config.windows[:LAYERS] if config.windows else config.windows
     small = replace(config, num_layers=LAYERS, vocab_size=VOCAB, windows=windows)
-    limits = replace(memory, head_chunks=1)
+    limits = replace(spec.memory, head_chunks=1)
     micro_steps = min(grad_accumulation, MOST_MICRO_STEPS)
 
     def layer_ms(fp8: tuple[str, ...]) -> float:
         wide = tuple(name for name in block_sites(small) if not name.endswith(fp8))
         dtypes = replace(precision, head=precision.model, wide=wide)
         run = {"steps": STEPS, "warmup": 2, "tokens_per_step": micro_steps * batch_size * seq_len, "single_ops": False}
-        spec = Spec(small, dtypes, limits, Hyperparameters(), batch_size, seq_len)
-        speed = measure(spec, backend, Clock(), **run)  # the host's clock: a step ends with waiting for the device
+        timed = Spec(small, dtypes, limits, Hyperparameters(), batch_size, seq_len)
+        speed = measure(timed, backend, Clock(), **run)  # the host's clock: a step ends with waiting for the device
         return speed.micro_batch_ms / LAYERS
 
     runs = [(), *((site,) for site in open_sites)]

@@ -14,70 +14,94 @@ from llmq.hardware import device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.plan import memory
 from llmq.plan.levels import name_of, needs_by_level
-from llmq.training.log import SUMMARY, RunLog
-from llmq.training.ready import Ready
+from llmq.training.log import SUMMARY
+from llmq.training.ready import Ready, checkpoint_bytes_of
+
+MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
 
-def describe(run: Ready, log: RunLog, given: Collection[str], matmuls: Mapping[str, str]) -> None:
+def describe(run: Ready, given: Collection[str], matmuls: Mapping[str, str]) -> None:
     """Writes the sections. `given` are the options that are no defaults, and `matmuls` the choices of timing.
 
     Nothing is refused from here on: an error is the first thing that is seen of a run.
     """
-    plan = run.plan
+    plan, log = run.plan, run.log
     log.options(run.options, given)
-    log.system(device.system_facts(run.device))
-    architecture = plan.spec.config.architecture
-    log.model(run.source.name, parameters=num_parameters(rows_of_file(plan.rows)), architecture=architecture)
+    log.section("system", device.system_facts(run.device), "System 0")
+    config, size = plan.spec.config, num_parameters(rows_of_file(plan.rows))
+    log.section("model", {"path": run.source.name, "parameters": size, "architecture": config.architecture})
+    log.say(f"Model: {run.source.name}, {size / 1e6:,.1f} million parameters")
     if not all(row.trainable for row in plan.rows):
         log.say(adapters.note(plan.spec.adapters, plan.rows))
-    _describe_data(run, log)
+    _describe_data(run)
     if matmuls:
-        log.matmuls(matmuls)
-    _describe_memory(run, log)
+        log.section("matmuls", matmuls, "Matmuls")
+    _describe_memory(run)
 
 
-def _describe_data(run: Ready, log: RunLog) -> None:
+def _describe_data(run: Ready) -> None:
     """What is trained on, and for how long; a sample of it where a part is masked."""
-    data, steps = run.data, run.trains.schedule.steps
-    windows = data.train.num_windows
+    data, steps, log = run.data, run.schedule.steps, run.log
+    files = {"train": data.train.files, "eval": data.eval.files if data.eval else ()}
+    windows, mixture = data.train.num_windows, data.shares(steps * data.samples_per_step)
     facts = {
         "tokens per step": data.samples_per_step * data.tokens_per_row,  # without virtual ones; packed rows have fewer
         "steps per epoch": None if windows is None else -(-windows // data.samples_per_step),
         "steps": steps if data.is_there else run.options["steps"],
         **data.facts(),
     }
-    shares = [asdict(share) for share in data.shares(steps * data.samples_per_step)]
-    log.dataset(data.train.files, data.eval.files if data.eval else (), mixture=shares, **facts)
+    listed = {kind: [{"path": str(path), "tokens": n} for path, n in found] for kind, found in files.items()}
+    shares = {"mixture": [asdict(share) for share in mixture]} if mixture else {}
+    log.section("dataset", {**listed, **shares, **facts})
+    log.head("Dataset")
+    width = max((len(str(path)) for found in files.values() for path, _ in found), default=0)
+    for kind, found in files.items():
+        total, several = sum(tokens for _, tokens in found), "" if len(found) == 1 else "s"
+        log.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{several}")
+        for path, tokens in found:
+            log.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
+    for one in mixture:
+        part = f"{100 * one.share:.2f}% of the tokens, {one.samples:,} samples, {one.epochs:.2f} epochs"
+        log.say(f"  {one.name}: {part}")
+    log.items(facts)
+    log.say_of_data()
     if sample := sample_text(data.train.token_files, data.tokenizer_folder):
         log.say(sample)
 
 
-def _describe_memory(run: Ready, log: RunLog) -> None:
-    """The allocator table."""
-    plan = run.plan
-    table = {name: size / MIB for name, size in plan.table().items()}
-    other = table.pop("Other")
-    total, free = device.memory_bytes(run.device)
-    left = max(free - plan.total_bytes, 0) / MIB
-    hint = "a larger --batch-size"
-    hint += (", or fewer --recompute flags," if plan.spec.memory.flags else "") + " would use them"
+def _describe_memory(run: Ready) -> None:
+    """The allocator table: MiB of the device, and of the host where the run has anything there."""
+    plan, log = run.plan, run.log
+    table, host = ({name: size / MIB for name, size in plan.table(home).items()} for home in ("device", "host"))
+    host = {name: mib for name, mib in host.items() if mib}
     if (chunks := plan.spec.memory.attention_chunks) > 1 and run.options["attn_bwd_chunks"] == memory.AUTO:
         log.say(f"Attention's backward runs in {chunks} chunks of the batch, so that it needs less memory")
-    host = {name: size / MIB for name, size in plan.table("host").items()}
-    log.allocator({**table, "Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}, host, hint=hint)
+    total, free = device.memory_bytes(run.device)
+    left, other = max(free - plan.total_bytes, 0) / MIB, table.pop("Other")
+    table |= {"Free": left, "Reserved": max(total - free, 0) / MIB, "Other": other}
+    log.section("allocator", table)
+    log.section("host_memory", host)
+    log.head("Allocator State")
+    width = max(map(len, table))
+    if host:
+        log.say(f"  {'':<{width}} {'device':>12}     {'host':>12}")
+    for name, mib in table.items():
+        hosted = f" {host.get(name, 0):>12,.1f} MiB" if host else ""
+        log.say(f"  {name:<{width}} {mib:>12,.1f} MiB{hosted}")
+    if left > MUCH_FREE * (listed := sum(table.values())):
+        fewer = ", or fewer --recompute flags," if plan.spec.memory.flags else ""
+        share = f"{left:,.0f} MiB ({100 * left / listed:.0f}%) are free"
+        log.say(f"  Hint: {share}: a larger --batch-size{fewer} would use them.")
 
 
-def describe_dry(run: Ready, log: RunLog, needs: Mapping[str, tuple[Path, int]]) -> None:
+def describe_dry(run: Ready, needs: Mapping[str, tuple[Path, int]]) -> None:
     """What a dry run says at its end, beside notices and warnings, for which a run has its log: that its plan fits, and
     what it `needs` on the disk."""
-    plan, (_, free) = run.plan, device.memory_bytes(run.device)
-    for text in run.results.notices:
-        log.say(text)
-    for text in (*log.warnings, *run.results.warnings):
-        log.say(f"Warning: {text}", least=SUMMARY)
+    plan, log, (_, free) = run.plan, run.log, device.memory_bytes(run.device)
+    log.say_waiting()
     log.say(_in_a_line(run, free), least=SUMMARY)
     hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
-    log.say(f"In host memory: {hosted}{shown(run.checkpoint_copy_bytes)} for a copy of what a checkpoint holds")
+    log.say(f"In host memory: {hosted}{shown(checkpoint_bytes_of(run.plan))} for a copy of what a checkpoint holds")
     log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
 
 

@@ -11,14 +11,16 @@ from typing import Any
 from llmq.disk import shown, storage
 from llmq.files.checkpoint import Checkpoints, load
 from llmq.files.huggingface import is_of_run, overwrites, refuse_taken
+from llmq.files.manifest import Reader
 from llmq.options.parse import Options
 from llmq.training.log import RunLog
+from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The run's checkpoints, and the one that it continues: its path and state, or None and {} from step 0.
+    """The run's checkpoints, and the one that it continues: its path, state and tensors; None and {} from step 0.
 
     `starts_over` says that what an earlier run left is to go, `replaces_model` that a model in its place may.
     """
@@ -26,6 +28,7 @@ class EarlierRun:
     checkpoints: Checkpoints
     path: Path | None
     state: Mapping[str, Any]
+    reader: Reader | None
     starts_over: bool
     replaces_model: bool
 
@@ -39,16 +42,21 @@ class EarlierRun:
         path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=writes)
         if "resume" in ranks.told:
             path = Path(ranks.told["resume"]) if ranks.told["resume"] else None
-        state = load(path, verified=False)[0] if path else {}
+        state, reader = load(path, verified=False) if path else ({}, None)  # it was, when it was chosen
         replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
         if checkpoints.starts_anew:
             log.warn(f"--continue auto found no checkpoint in {checkpoints.folder}: this run begins at step 0")
-        return cls(checkpoints, path, state, starts_over, replaces_model)
+        return cls(checkpoints, path, state, reader, starts_over, replaces_model)
 
     @property
     def step(self) -> int:
         """Optimizer steps that are done."""
         return int(self.state.get("step", 0))
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is, with what --reset names begun again."""
+        return Progress.read(self.state).reset(self.checkpoints.resets) if self.path else Progress()
 
     def refuse_to_mix(self, options: Options) -> None:
         """UsageError or StorageError if this run would mix with what an earlier one left.

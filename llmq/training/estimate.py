@@ -25,13 +25,10 @@ from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
-from llmq.plan.spec import Spec
 from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
 from llmq.training.facts import Facts
-from llmq.training.fit import SEARCHING, fitted
-from llmq.training.longest import with_longest
-from llmq.training.room import limits_of
+from llmq.training.fit import Fit, fitted, with_longest
 
 MOST_SLOTS = 12  # that are listed, the largest
 
@@ -41,8 +38,7 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
 
     MemoryLimitError, after the table, with what would make the plan fit where it does not.
     """
-    where, flat = device.pick_device(options.system), options.to_flat()
-    gpus = device.asked_gpus(options.system)
+    where, gpus = device.pick_device(options.system), device.asked_gpus(options.system)
     if gpus < 1:
         raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
     notices = list[str]()
@@ -51,33 +47,22 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
     dtypes = precision.resolve(options.precision, source.config)
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
     facts = Facts(source.config, where, size=gpus)
-
-    def spec_of(tried: Options) -> Spec:
-        return facts.spec(tried, precision.resolve(tried.precision, source.config))
-
     backend = open_backend("planned", **device.backend_settings(options.system, where))
-    free = device.memory_bytes(where)[1]
-    plan = None
     if longest:
-        limits = limits_of(options, where, backend, 1)
-        costs = limits.costs
-        options, line = with_longest(options, spec_of, costs, limits.room)
-        yield line
-        plan = costs[False].plan(spec_of(options))
+        found = with_longest(options, facts.spec, facts.limits(options, backend, 1))
     elif memory.is_to_fit(options.memory):
         size, _, micro_steps = step_of(options.data, gpus)
-        scratch = (backend.scratch_bytes, backend.scratch_bytes)
-        with start_task(SEARCHING) as report:
-            found = fitted(options, spec_of, where, *scratch, size * micro_steps, report=report)
-        yield from found.lines
-        options, plan = found.options, found.plan
-    plan = plan or make_plan(spec_of(options), backend.scratch_bytes)
+        found = fitted(options, facts.spec, where, backend, size * micro_steps, task=start_task)
+    else:
+        found = Fit(options)
+    yield from found.lines
+    options, plan = found.options, found.plan or make_plan(facts.spec(found.options), backend.scratch_bytes)
     if memory.chooses_attention_chunks(options.memory):
-        plan = with_fitting_chunks(plan, free, backend.scratch_bytes)
-    yield from listed(plan, flat["debug_memory"])
-    yield from described(plan, where, step_of(options.data, gpus)[-1])
+        plan = with_fitting_chunks(plan, device.memory_bytes(where)[1], backend.scratch_bytes)
     micro_steps = step_of(options.data, gpus)[-1]
-    refuse_if_too_large(plan, limits_of(options, where, backend, micro_steps))
+    yield from listed(plan, options.to_flat()["debug_memory"])
+    yield from described(plan, where, micro_steps)
+    refuse_if_too_large(plan, facts.limits(options, backend, micro_steps))
 
 
 def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:

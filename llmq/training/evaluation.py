@@ -11,32 +11,27 @@ import numpy as np
 
 from llmq.comm.world import World
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.loader import Data
 from llmq.engine.engine import Engine
-from llmq.screen import StartTask, counted
+from llmq.screen import counted
 from llmq.tensor import IGNORED
 from llmq.training.progress import Progress
+from llmq.training.ready import Ready
 from llmq.training.records import EvalRecord
 
 
 def evaluate(
-    engine: Engine,
-    data: Data,
-    now: Progress,
-    steps: int | None,
-    start_task: StartTask,
-    stopped: Callable[[], bool],
-    world: World,
+    run: Ready, engine: Engine, now: Progress, stopped: Callable[[], bool], *, is_last: bool
 ) -> tuple[Progress, EvalRecord] | None:
-    """The progress after an evaluation on the first `steps` batches of held-out data (None: all), and its record; None
-    once `stopped`.
+    """The progress after an evaluation on held-out data, of which --final-eval may take more, and its record; None once
+    `stopped`.
 
     Ranks take batches in turn; all of them run as often, as each run may gather weights. What they find is added up in
     the order of the batches.
     """
-    start, sums, tokens = time.perf_counter(), list[tuple[float, int]](), 0
-    count, batches = data.held_out(steps)
-    with start_task("Evaluating") as report:
+    world, data, start = run.ranks.world, run.data, time.perf_counter()
+    sums, tokens = list[tuple[float, int]](), 0
+    count, batches = data.held_out(run.log.eval_steps(last=is_last))
+    with run.log.task("Evaluating") as report:
         for batch in counted(_in_turn(batches, world), -(-count // world.size), report):
             if stopped():
                 return None

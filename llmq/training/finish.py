@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,51 +21,33 @@ from llmq.files.huggingface import Export, remove_model
 from llmq.row import Row
 from llmq.training.evaluation import mean_loss
 from llmq.training.exports import MERGED
-from llmq.training.health import all_finite
-from llmq.training.log import SUMMARY, RunLog
+from llmq.training.log import SUMMARY
 from llmq.training.progress import Progress
-from llmq.training.ranks import Ranks
 from llmq.training.ready import Ready
-from llmq.training.result import TrainResult
 
 
-@dataclass(frozen=True)
-class Left:
-    """The folders that were written, and warnings about what is in them. `is_whole`: nothing was left out as it is
-    ruined."""
-
-    model_path: Path | None
-    merged_path: Path | None
-    warnings: list[str]
-    is_whole: bool
-
-    def added_to(self, result: TrainResult) -> TrainResult:
-        """The result of the run with all of this."""
-        result = replace(result, model_path=self.model_path, merged_path=self.merged_path)
-        return replace(result, warnings=tuple(self.warnings))
-
-
-def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch, ranks: Ranks, log: RunLog) -> Left:
-    """Writes the model or the adapter, unless it is ruined, with warnings about the run; those about the model say how
-    to continue.
+def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch) -> dict[str, Any]:
+    """Writes the model or the adapter, unless it is ruined; what the run's result has of that, with warnings.
 
     A ruined one is written with --export-anyway. Weights are checked on their way to the disk, and the last update by
     what the loss of a `batch` is now.
     """
-    loss = mean_loss(engine, batch, ranks.world)
+    loss = mean_loss(engine, batch, run.ranks.world)
     warnings = now.course.warnings(run.plan.spec.config.vocab_size, loss)
-    to_disk, (export, *merged) = _ToDisk(run, engine, ranks, log), run.results.exports
+    to_disk, (export, *merged) = _ToDisk(run, engine), run.exports
     reasons, bad, path = _ruin(now, loss), dict[str, None](), None
-    if not reasons or run.results.exports_anyway:
+    if not reasons or to_disk.anyway:
         with suppress(NonFiniteError):
             path = to_disk.write(to_disk.finished(export), "Exporting", bad)
-            log.say(f"Exported: {path}", least=SUMMARY)
-    reasons += [_not_finite(bad)] if bad else []
+            run.log.say(f"Exported: {path}", least=SUMMARY)
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        reasons.append(f"the weights of {next(iter(bad))}{more} are not all finite")
     if path is None:
         warnings.append(f"No model is exported: {reasons[0]}. {_way_back(run, now)}")
-        return Left(None, None, warnings, is_whole=False)
+        return {"exit_code": NonFiniteError.exit_code, "warnings": tuple(warnings)}
     warnings += [f"The model is exported although {why}" for why in reasons]
-    return Left(path, to_disk.merge(merged, path), warnings, is_whole=True)
+    return {"model_path": path, "merged_path": to_disk.merge(merged, path), "warnings": tuple(warnings)}
 
 
 @dataclass(frozen=True)
@@ -73,8 +56,11 @@ class _ToDisk:
 
     run: Ready
     engine: Engine
-    ranks: Ranks
-    log: RunLog
+
+    @property
+    def anyway(self) -> bool:
+        """Whether a ruined model is exported, too."""
+        return bool(self.run.options["export_anyway"])
 
     def finished(self, export: Export) -> Export:
         """The export of what is trained, with what was chosen on the way, and with a record of its frozen base."""
@@ -88,14 +74,14 @@ class _ToDisk:
     def merge(self, exports: Sequence[Export], adapter: Path) -> Path | None:
         """Writes an adapter that is exported as one with its base, if that is wanted; else an older one goes."""
         for export in exports:
-            about = {MERGED_RECORD: merged_record(self.run.source, [adapter])} if self.ranks.is_first else {}
+            about = {MERGED_RECORD: merged_record(self.run.source, [adapter])} if self.run.ranks.is_first else {}
             path = self.write(replace(export, beside=about), "Merging", {})
             held = self.run.plan.spec.adapters.base
-            self.log.say(f"Merged into {f'the base in {held}' if held else 'the base'}: {path}", least=SUMMARY)
+            self.run.log.say(f"Merged into {f'the base in {held}' if held else 'the base'}: {path}", least=SUMMARY)
             return path
         old = adapter / MERGED
-        if self.ranks.is_first and self.run.results.exports[0].overwrite and remove_model(old):
-            self.log.say(f"Removed what an earlier run merged: {old}", least=SUMMARY)
+        if self.run.ranks.is_first and self.run.exports[0].overwrite and remove_model(old):
+            self.run.log.say(f"Removed what an earlier run merged: {old}", least=SUMMARY)
         return None
 
     def write(self, what: Export, title: str, bad: dict[str, None]) -> Path:
@@ -110,13 +96,13 @@ class _ToDisk:
             report(min(next(done), len(what.rows)), len(what.rows))
             if not all_finite(values):
                 bad[row.name] = None
-                if not self.run.results.exports_anyway:
+                if not self.anyway:
                     raise NonFiniteError
             return values
 
-        with self.ranks.long(title.lower()), self.log.task(title) as report:
-            path = what.write(read) if self.ranks.is_first else what.read_along(read)
-            self.ranks.agreed(None)  # what follows would wait for the first one without saying so
+        with self.run.ranks.long(title.lower()), self.run.log.task(title) as report:
+            path = what.write(read) if self.run.ranks.is_first else what.read_along(read)
+            self.run.ranks.agreed(None)  # what follows would wait for the first one without saying so
             return path
 
 
@@ -129,16 +115,28 @@ def _ruin(now: Progress, after: float | None) -> list[str]:
     return [f"after the last step the loss of a batch is {after}"] if after and not math.isfinite(after) else []
 
 
-def _not_finite(bad: Mapping[str, None]) -> str:
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-    return f"the weights of {next(iter(bad))}{more} are not all finite"
-
-
 def _way_back(run: Ready, now: Progress) -> str:
     """How to continue after a run that was ruined."""
-    others = run.results.checkpoints.others(now.step)
+    others = run.earlier.checkpoints.others(now.step)
     again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
     return (
         f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
         "--export-anyway"
     )
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether no element is infinite or NaN; of any float dtype.
+
+    A bfloat16 is the upper half of an f32, whose exponent of all ones marks both: read off the bits, this is 6 times
+    as fast as ml_dtypes' isfinite: 1.7 s for 7.6 billion on one core.
+    """
+    flat = values.reshape(-1)
+    for start in range(0, flat.size, 1 << 20):  # stays in the cache
+        part = flat[start : start + (1 << 20)]
+        if part.dtype.name == "bfloat16":
+            if ((part.view(np.uint16) & 0x7F80) == 0x7F80).any():
+                return False
+        elif not np.isfinite(part).all():
+            return False
+    return True

@@ -7,6 +7,7 @@ only by what `--fit-may` names, and only where that makes a step 1% faster, or f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from llmq.backends import Backend
 from llmq.backends.opening import open_backend
 from llmq.disk import shown
-from llmq.engine.advice import UNKNOWN, table
+from llmq.engine.advice import UNKNOWN, Limits, table
 from llmq.engine.cost import Costs
 from llmq.engine.predict import assumed, rates_of
 from llmq.engine.search import Available, Search
@@ -25,14 +26,13 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.options.parse import Options, minimal
 from llmq.plan import precision
-from llmq.plan.plan import Plan, Scratch
-from llmq.plan.remedies import NOTHING, Alternative, Changes, Terms, in_one_pass, masters, matmuls, moments
+from llmq.plan.plan import Plan, uncollected
+from llmq.plan.remedies import NOTHING, Alternative, Changes, Terms, in_one_pass, masters, matmuls, moments, typed
 from llmq.plan.spec import Spec
-from llmq.screen import Report, unreported
+from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
     from llmq.data.batches.loader import Data
-    from llmq.training.log import RunLog
 
 SpecOf = Callable[[Options], Spec]
 SEARCHING = "Settings tried, to find those that fit"
@@ -40,6 +40,9 @@ BEST = 5  # settings that are printed
 MOST_TOKENS = 2**17  # of a micro-batch that holds more than one sequence
 SIZES = ("batch_size", "grad_accumulation")
 WATCHING = {"log_fp8_every", "sample_prompts"}  # options that a search leaves alone
+UNIT = 8192  # tokens that lengths of --longest are multiples of, and of a tile: products of so many are as fast as more
+HEAD_UNIT = 4096  # of a chunk of logits
+LONGEST = 2**24  # tokens that are tried
 ALL_MAY = ("states", "matmul")
 NUMBERS = ("matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype")  # that a run keeps when it resumes
 
@@ -64,18 +67,18 @@ def fitted(
     options: Options,
     spec_of: SpecOf,
     where: Device,
-    scratch_bytes: Scratch,
-    own_scratch_bytes: Scratch,
+    backend: Backend,
     samples: int,
+    *,
     kept: Changes | None = None,
     fixed: Collection[str] | None = None,
-    report: Report = unreported,
+    task: StartTask = unshown,
 ) -> Fit:
     """The best settings of a run that takes so many `samples` a step on each rank.
 
-    `spec_of` resolves options. Many plans are made with `scratch_bytes`, and the last with the backend's own. Where
-    numbers are `kept`, as of a checkpoint, --fit-may allows none. Options that are `fixed` stay, by default those that
-    are given. `report` gets how many settings were planned. MemoryLimitError with the nearest setting if none fits.
+    `spec_of` resolves options. Many plans are made as for a backend that is planned for, and the last for `backend`.
+    Where numbers are `kept`, as of a checkpoint, --fit-may allows none. Options that are `fixed` stay, by default those
+    that are given. The `task` counts the settings that were planned. MemoryLimitError with the nearest if none fits.
     """
     if precision.is_auto(options.precision):
         raise UsageError(
@@ -86,38 +89,81 @@ def fitted(
     start, host = taken(options, kept or {}), device.host_bytes(options.system, where)
     spec, room = spec_of(start), Available(device.memory_bytes(where)[1], UNKNOWN if host is None else host)
     terms = _terms(options, spec, where, samples, frozenset(options.given if fixed is None else fixed))
-    costs = {False: Costs(scratch_bytes, own_scratch_bytes, rates_of(where))}
-    search = Search(spec, terms, room, costs, plans_first=True, report=report)
+    modelled = open_backend("planned", **device.backend_settings(options.system, where))
+    costs = {False: Costs(modelled.scratch_bytes, backend.scratch_bytes, rates_of(where))}
     alternatives_of = partial(_alternatives, spec, terms, _other_matmuls(start, spec, spec_of, where))
-    best = search.best(alternatives_of(may), BEST)
-    if not best:
-        raise MemoryLimitError(_shortage(search, alternatives_of(may), [] if kept else alternatives_of(ALL_MAY)))
+    with task(SEARCHING) as report:
+        search = Search(spec, terms, room, costs, plans_first=True, report=report)
+        if not (best := search.best(alternatives_of(may), BEST)):
+            others = [] if kept else alternatives_of(ALL_MAY)
+            raise MemoryLimitError(_shortage(search, alternatives_of(may), others))
     chosen = taken(start, best[0].changes)
     title = f"The fastest by predicted steps in {shown(room.free_bytes)}{assumed(where)}, and those that need less; "
     lines = (f"{title}1 is taken:", *table(best, where.num_sharing))
     return Fit(chosen, best[0].changes, costs[False].plan(spec_of(chosen)), lines)
 
 
-def chosen(
-    options: Options,
-    spec_of: SpecOf,
-    where: Device,
-    data: Data,
-    backend: Backend,
-    kept: Changes | None,
-    told: Changes | None,
-    log: RunLog,
-) -> Fit:
-    """The best settings of a run on this data, which its log shows, or those that the first rank has `told`."""
-    if told is not None:
-        return Fit(taken(options, {**(kept or {}), **told}), told)
-    modelled = open_backend("planned", **device.backend_settings(options.system, where))
-    with log.task(SEARCHING) as report:
-        scratch = (modelled.scratch_bytes, backend.scratch_bytes)
-        samples = data.batch_size * data.grad_accumulation
-        found = fitted(options, spec_of, where, *scratch, samples, kept, report=report)
-    for line in found.lines:
-        log.say(line)
+def with_longest(options: Options, spec_of: SpecOf, limits: Limits) -> Fit:
+    """The longest sequence whose plan fits in the settings that a run has (`llmq-estimate --longest`).
+
+    A line says also what a run that need not repeat its bits would have, if there is one and it is longer. Tiles of the
+    MLP and chunks of the logits, where they are not given, are as many as the length has units. UsageError beside
+    --seq-len and --fit, MemoryLimitError if one unit does not fit.
+    """
+    told, room, costs = minimal(options), limits.room, limits.costs
+    if refused := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in told]:
+        raise UsageError(
+            f"--longest looks for the length in the settings that are given: leave out {', '.join(refused)}"
+        )
+    one = {"batch_size": 1, **({} if "global_batch_size" in told else {"grad_accumulation": 1})}
+
+    def settings(units: int) -> dict[str, int]:
+        tiles = {"seq_tiles": units, "lmhead_chunks": units * UNIT // HEAD_UNIT}
+        return {"seq_len": units * UNIT, **{key: count for key, count in tiles.items() if key not in told}}
+
+    def parsed(units: int) -> Options:
+        return Options.parse({**one, **told, **settings(units)})
+
+    shortest = spec_of(parsed(1))
+
+    def spec_at(units: int) -> Spec:
+        found = settings(units)
+        memory = shortest.memory
+        chunks = found.get("lmhead_chunks", memory.head_chunks)
+        tiled = replace(memory, seq_tiles=found.get("seq_tiles", memory.seq_tiles), head_chunks=chunks)
+        return replace(shortest, seq_len=found["seq_len"], memory=tiled)
+
+    with uncollected():
+        most = {relaxed: _longest(of, spec_at, room) for relaxed, of in costs.items()}
+    longest, more = most[False], most.get(True, 0)
+    hint = f"--no-deterministic allows {UNIT * more:,}" if more > longest else ""
+    if not longest:
+        hint = hint or "add --recompute-block, --offload-residual or --base-dtype nf4"
+        raise MemoryLimitError(
+            f"--longest: not even {UNIT:,} tokens fit in {shown(room.free_bytes)} with these settings: {hint}"
+        )
+    chosen = parsed(longest)
+    line = f"The longest sequence in {shown(room.free_bytes)}, in steps of {UNIT:,} tokens: {typed(settings(longest))}"
+    line = f"{line}; {hint} tokens" if hint else line
+    return Fit(chosen, settings(longest), costs[False].plan(spec_of(chosen)), (line,))
+
+
+def _longest(costs: Costs, spec_at: Callable[[int], Spec], room: Available) -> int:
+    """The most units that fit, by the plan of the whole in the end; 0 if none does."""
+
+    def misses(units: int) -> bool:
+        return bool(room.missing(costs.of(spec_at(units), 1)))
+
+    most, high = LONGEST // UNIT, 1
+    while high <= most and not misses(high):
+        high *= 2
+    low = high // 2
+    found = low + bisect_left(range(low + 1, min(high, most + 1)), True, key=misses)
+    while found:
+        costs.plan(spec_at(found))  # of all layers, with which `misses` counts from then on
+        if not misses(found):
+            break
+        found -= 1
     return found
 
 

@@ -20,8 +20,6 @@ from llmq.model.parameters import HEAD
 from llmq.plan.plan import SCALE_STRIDE, Plan
 from llmq.plan.precision import Watching
 from llmq.training.hooks import Hook, RunView
-from llmq.training.log import RunLog
-from llmq.training.ranks import Ranks
 from llmq.training.ready import Ready
 
 LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
@@ -89,8 +87,8 @@ class Fp8Watch(Hook):
 
     key = "fp8"
 
-    def __init__(self, ready: Ready, log: RunLog, ranks: Ranks, switch: Callable[[Plan], None]) -> None:
-        self._ready, self._log, self._ranks, self._switch = ready, log, ranks, switch
+    def __init__(self, ready: Ready, switch: Callable[[Plan], None]) -> None:
+        self._ready, self._log, self._ranks, self._switch = ready, ready.log, ready.ranks, switch
         self._low: Mapping[str, int] = {}  # low readings in a row, by site
         self._fell_back: tuple[str, ...] = ()  # sites that left fp8 in this run
 

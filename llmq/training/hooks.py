@@ -14,10 +14,8 @@ from typing import Any
 
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
-from llmq.errors import UsageError
 from llmq.training.progress import Progress
-from llmq.training.records import EvalRecord, TrainRecord
-from llmq.training.result import TrainResult
+from llmq.training.records import EvalRecord, TrainRecord, TrainResult
 
 Watch = Callable[[TrainRecord | EvalRecord], None]
 
@@ -117,11 +115,3 @@ class MethodHook(Hook):
         """What belongs to the update."""
         if (text := run.engine.plan.tracked.after_update(run.engine, run.progress.step + 1)) is not None:
             self._say(text)
-
-
-def check_hooks(watch: object, console: object) -> None:
-    """UsageError if `watch` cannot be called, or `console` cannot be written to."""
-    if watch is not None and not callable(watch):
-        raise UsageError(f"watch is {watch!r}: give a function, which is called with each record")
-    if console is not None and not hasattr(console, "write"):
-        raise UsageError(f"console is {console!r}: give an open text file, such as sys.stderr or io.StringIO()")

@@ -1,4 +1,4 @@
-"""The weights that a run begins with: its source's, or a checkpoint's with the state of the optimizer.
+"""What a run begins with: the weights of its source, or the state of the checkpoint that it continues.
 
 For a large model both take minutes. A run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
@@ -6,7 +6,7 @@ For a large model both take minutes. A run that is asked to end meanwhile raises
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -17,43 +17,57 @@ from llmq.files.manifest import Reader
 from llmq.files.tensor_files import ByteCount
 from llmq.row import Row
 from llmq.screen import counted
+from llmq.training.hooks import Hook
 from llmq.training.interrupt import Interrupt
-from llmq.training.log import RunLog
-from llmq.training.ready import Ready
+from llmq.training.ready import Ready, checkpoint_bytes_of
+from llmq.training.saving import changes, check_continues
 
 
-def load_weights(engine: Engine, run: Ready, log: RunLog, interrupt: Interrupt) -> None:
-    """The initial weights into the engine. Stopped if the run is asked to end."""
+def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrupt) -> None:
+    """Loads into the engine and the hooks what the run begins with, and opens the log's file."""
+    earlier, log, num_steps = run.earlier, run.log, run.schedule.steps
+    if earlier.reader is None:
+        _load_weights(run, engine, interrupt)
+        log.begin(num_steps=num_steps)
+        return
+    check_continues(run, earlier.state["must_match"])
+    for hook in hooks:
+        if hook.key in earlier.state:
+            hook.resume(earlier.state[hook.key])
+    _restore(run, engine, interrupt, earlier.reader)
+    log.begin(resume_step=earlier.step, num_steps=num_steps)
+    log.notice(f"Continued from {earlier.path}")
+    if differs := changes(earlier.state, run.options, run.data):
+        log.notice(f"Changed since then: {', '.join(differs)}")
+
+
+def _load_weights(run: Ready, engine: Engine, interrupt: Interrupt) -> None:
     rows, start = run.plan.rows, time.perf_counter()
     title = f"{'Drawing weights of' if run.source.from_scratch else 'Loading model from'} {run.source.place}"
 
     def values() -> Iterator[tuple[Row, np.ndarray]]:
         for value in run.values(rows):
-            _stop_if_asked(interrupt)
+            if interrupt:
+                raise Stopped
             yield value
 
-    with log.task(title) as report:
+    with run.log.task(title) as report:
         engine.load(counted(values(), len(rows), report))
-    log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
+    run.log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
 
 
-def restore(engine: Engine, run: Ready, log: RunLog, interrupt: Interrupt, reader: Reader) -> None:
-    """The state of a checkpoint into the engine; moments are zero if the optimizer begins again. Stopped as above."""
-    moments = run.plan.moment_names if "optimizer" in run.results.checkpoints.resets else ()
+def _restore(run: Ready, engine: Engine, interrupt: Interrupt, reader: Reader) -> None:
+    """The state of a checkpoint; moments are zero if the optimizer begins again."""
+    moments = run.plan.moment_names if "optimizer" in run.earlier.checkpoints.resets else ()
     one_memory = reader.in_one_memory()
-    with log.task(f"Reading {reader.path}", words=shown) as report:
-        work = ByteCount(run.checkpoint_copy_bytes, report)
+    with run.log.task(f"Reading {reader.path}", words=shown) as report:
+        work = ByteCount(checkpoint_bytes_of(run.plan), report)
 
         def read(name: str, *box: tuple[int, ...]) -> np.ndarray:
-            _stop_if_asked(interrupt)
+            if interrupt:
+                raise Stopped
             value = one_memory(name, *box)
             work.moved(value.nbytes)
             return np.zeros_like(value) if name in moments else value
 
-        engine.restore(read, run.frozen())
-
-
-def _stop_if_asked(interrupt: Interrupt) -> None:
-    """Stopped if the run is asked to end."""
-    if interrupt:
-        raise Stopped
+        engine.restore(read, run.frozen(run.plan))

@@ -34,7 +34,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -63,7 +63,6 @@ SCHEMA = 1
 OPENING = b'{"type": "header'
 DETAILS, USUAL, SUMMARY = 1, 0, -1  # the least --verbosity that shows a line
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator", "host_memory")
-MUCH_FREE = 0.25  # of the memory listed: beyond this the allocator table hints at what would use it
 
 
 class RunLog:
@@ -78,8 +77,7 @@ class RunLog:
     ) -> None:
         self.name = options.name
         self.path = Path(options.log_file)
-        self.eval_num_steps = options.eval_num_steps
-        self.final_eval_is_whole = options.final_eval == "all"
+        self._eval_steps = (options.eval_num_steps, 0 if options.final_eval == "all" else options.eval_num_steps)
         self.gpu_every = options.log_gpu_util
         self.sample_prompts = None if options.sample_prompts is None else Path(options.sample_prompts)
         self.sample_tokens = options.sample_tokens
@@ -97,6 +95,7 @@ class RunLog:
         self._epoch: int | None = None  # of the last [T] line
         self.warnings: list[str] = []
         self._of_data: list[str] = []  # lines that wait for [Dataset]
+        self._waiting: list[tuple[str, dict[str, Any]]] | None = []  # notices before `begin`
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
@@ -106,56 +105,25 @@ class RunLog:
         """Whether to evaluate after the update `step`: each n-th one and the last, or never with n = 0."""
         return self._every[1] > 0 and (last or step % self._every[1] == 0)
 
+    def eval_steps(self, *, last: bool) -> int | None:
+        """Batches of an evaluation, which may be the last; None: all that there are."""
+        return self._eval_steps[last] or None
+
     def options(self, options: Mapping[str, Any], given: Collection[str] = ()) -> None:
         """[Options]: flat names and values; on a terminal only those that are `given`, unless all are asked for."""
         shown = options
         if self._screen.stream.isatty() and self._verbosity < DETAILS:
             shown = {name: value for name, value in options.items() if name in given}
         self._sections["options"] = dict(options)
-        self._head("Options" if len(shown) == len(options) else "Options that are not defaults (-v shows all)")
-        self._items(shown)
+        self.head("Options" if len(shown) == len(options) else "Options that are not defaults (-v shows all)")
+        self.items(shown)
 
-    def system(self, facts: Mapping[str, Any], index: int = 0) -> None:
-        """[System i]: device, library versions, memory."""
-        self._section("system", f"System {index}", facts)
-
-    def model(self, path: object, *, parameters: int | None = None, **facts: Any) -> None:
-        """The model's path or preset, its number of parameters, and other facts for the file (its architecture)."""
-        known = {} if parameters is None else {"parameters": parameters}
-        self._sections["model"] = {"path": str(path), **known, **facts}
-        self.say(f"Model: {path}" + ("" if parameters is None else f", {parameters / 1e6:,.1f} million parameters"))
-
-    def dataset(
-        self,
-        train: Iterable[tuple[object, int]],
-        evaluation: Iterable[tuple[object, int]] = (),
-        *,
-        mixture: Sequence[Mapping[str, Any]] = (),
-        **facts: Any,
-    ) -> None:
-        """[Dataset]: (path, tokens) of each file, then other facts (tokens per step, steps per epoch).
-
-        `mixture` has the `name`, `weight`, `samples`, `share` and `epochs` of each source in this run.
-        """
-        files = {"train": list(train), "eval": list(evaluation)}
-        self._sections["dataset"] = {
-            **{kind: [{"path": str(p), "tokens": n} for p, n in found] for kind, found in files.items()},
-            **({"mixture": list(mixture)} if mixture else {}),
-            **facts,
-        }
-        self._head("Dataset")
-        width = max((len(str(p)) for found in files.values() for p, _ in found), default=0)
-        for kind, found in files.items():
-            total = sum(n for _, n in found)
-            self.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{'' if len(found) == 1 else 's'}")
-            for path, tokens in found:
-                self.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
-        for share in mixture:
-            part, samples, epochs = share["share"], share["samples"], share["epochs"]
-            self.say(f"  {share['name']}: {100 * part:.2f}% of the tokens, {samples:,} samples, {epochs:.2f} epochs")
-        self._items(facts)
-        while self._of_data:
-            self.say(textwrap.indent(self._of_data.pop(0), "  "))
+    def section(self, key: str, facts: Mapping[str, Any], title: str = "") -> None:
+        """A section of the file's header, which the console has below a title, if it is given one."""
+        self._sections[key] = dict(facts)
+        if title:
+            self.head(title)
+            self.items(facts)
 
     def about_data(self, text: str) -> None:
         """A line on the data, below [Dataset]: there, if that is yet to come, so that an error comes before it."""
@@ -164,33 +132,10 @@ class RunLog:
         else:
             self.say(text)
 
-    def matmuls(self, lines: Mapping[str, str]) -> None:
-        """[Matmuls]: what timing chose for each site."""
-        self._section("matmuls", "Matmuls", lines)
-
-    def allocator(
-        self,
-        mib: Mapping[str, float],
-        host: Mapping[str, float] | None = None,
-        *,
-        hint: str = "a larger --batch-size would use them",
-    ) -> None:
-        """[Allocator State]: MiB by name on the device, and in host memory where the run has anything there.
-
-        `hint` is shown when `Free` is more than a quarter of everything listed for the device.
-        """
-        hosted = {name: amount for name, amount in (host or {}).items() if amount}
-        self._sections |= {"allocator": dict(mib), "host_memory": hosted}
-        self._head("Allocator State")
-        width = max(map(len, mib), default=0)
-        if hosted:
-            self.say(f"  {'':<{width}} {'device':>12}     {'host':>12}")
-        for name, amount in mib.items():
-            line = f"  {name:<{width}} {amount:>12,.1f} MiB"
-            self.say(line + (f" {hosted.get(name, 0):>12,.1f} MiB" if hosted else ""))
-        total, free = sum(mib.values()), mib.get("Free", 0.0)
-        if total > 0 and free > MUCH_FREE * total:
-            self.say(f"  Hint: {free:,.0f} MiB ({100 * free / total:.0f}%) are free: {hint}.")
+    def say_of_data(self) -> None:
+        """The lines that waited for [Dataset]."""
+        while self._of_data:
+            self.say(textwrap.indent(self._of_data.pop(0), "  "))
 
     def begin(self, *, resume_step: int | None = None, num_steps: int = 0) -> None:
         """Opens the file and writes its header, or appends after the checkpoint of `resume_step`.
@@ -217,9 +162,7 @@ class RunLog:
             self.record("resume", step=resume_step, **about)
         else:
             self.record("header", **about)
-        earlier, self.warnings = self.warnings, []
-        for text in earlier:
-            self.warn(text)
+        self.say_waiting()
         if kept is not None:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
 
@@ -264,23 +207,25 @@ class RunLog:
         self.say(gpu_line(record))
         self.record("gpu", **asdict(record))
 
+    def say_waiting(self) -> None:
+        """The notices so far. Others do not wait."""
+        waiting, self._waiting = self._waiting or [], None
+        for text, facts in waiting:
+            self.notice(text, **facts)
+
     def notice(self, text: str, **facts: Any) -> None:
-        """A line that the user should see, and its record."""
-        self.say(text)
+        """A line that the user should see, and its record. Before `begin` it waits for that."""
+        if self._waiting is not None:
+            self._waiting.append((text, facts))
+            return
+        is_warning = facts.get("warning", False)
+        self.say(f"Warning: {text}" if is_warning else text, least=SUMMARY if is_warning else USUAL)
         self.record("notice", step=self._step, text=text, **facts)
 
     def warn(self, text: str) -> None:
-        """A notice of something that may spoil the run; `end` repeats it. Before `begin` it waits for that."""
+        """A notice of something that may spoil the run; `end` repeats it."""
         self.warnings.append(text)
-        if self._file is None:
-            return
-        self.say(f"Warning: {text}", least=SUMMARY)
-        self.record("notice", step=self._step, text=text, warning=True)
-
-    def checkpoint(self, path: object, step: int) -> None:
-        """The checkpoint of `step` was completed at `path`."""
-        self.say(f"Checkpoint: {path}")
-        self.record("checkpoint", step=step, path=str(path))
+        self.notice(text, warning=True)
 
     def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
         """The run is over: `reason` is finished, interrupted, terminated or failed.
@@ -295,7 +240,7 @@ class RunLog:
         found = {"warnings": self.warnings} if self.warnings else {}
         self.record("end", step=self._step, reason=reason, **metrics, **found)
         if found:
-            self._head("Warnings", least=SUMMARY)
+            self.head("Warnings", least=SUMMARY)
         for text in self.warnings:
             self.say(f"  - {text}", least=SUMMARY)
 
@@ -361,16 +306,13 @@ class RunLog:
         advice = "name another place with --log-file"
         return storage(self.path, "the log cannot be written", advice=advice)
 
-    def _section(self, key: str, title: str, facts: Mapping[str, Any]) -> None:
-        self._sections[key] = dict(facts)
-        self._head(title)
-        self._items(facts)
-
-    def _head(self, title: str, *, least: int = USUAL) -> None:
+    def head(self, title: str, *, least: int = USUAL) -> None:
+        """`[title]`, in bold on a terminal."""
         plain = not self._screen.is_terminal or "NO_COLOR" in os.environ
         self.say(f"[{title}]" if plain else f"\x1b[1m[{title}]\x1b[0m", least=least)
 
-    def _items(self, facts: Mapping[str, Any]) -> None:
+    def items(self, facts: Mapping[str, Any]) -> None:
+        """A line for each fact, below a title."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

@@ -4,65 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
 from llmq.data.stream import Stopped
 from llmq.disk import MIB
-from llmq.engine.engine import Engine, StepResult
-from llmq.errors import NonFiniteError, StorageError
+from llmq.engine.engine import Engine
+from llmq.errors import NonFiniteError
 from llmq.files.checkpoint import load
+from llmq.files.writers import Saver
 from llmq.plan.plan import Plan
 from llmq.training.evaluation import evaluate
 from llmq.training.finish import export_all
 from llmq.training.fp8_watch import Fp8Watch, carried
 from llmq.training.hooks import Ask, Hook, MethodHook, RunView
-from llmq.training.identity import changes, check_continues
 from llmq.training.interrupt import Interrupt
-from llmq.training.loading import load_weights, restore
-from llmq.training.log import RunLog
-from llmq.training.log_hook import NON_FINITE_LIMIT, BackendHook, LogHook
-from llmq.training.metrics import Metrics
-from llmq.training.progress import Progress
-from llmq.training.ranks import Ranks
+from llmq.training.loading import begin
+from llmq.training.log_hooks import BackendHook, LogHook
 from llmq.training.ready import Ready
-from llmq.training.records import TrainRecord
-from llmq.training.result import TrainResult
+from llmq.training.records import TrainRecord, TrainResult
 from llmq.training.samples import SampleHook
 from llmq.training.saving import RunCheckpoints
+
+NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
 
 class Loop:
     """One training run from its first allocation to its exported model."""
 
-    def __init__(
-        self,
-        ready: Ready,
-        log: RunLog,
-        ranks: Ranks,
-        interrupt: Interrupt,
-        checkpoints: RunCheckpoints,
-        hooks: Sequence[Hook],
-        began: float,
-    ) -> None:
-        self.ready, self.log, self.ranks, self.interrupt, self.checkpoints = ready, log, ranks, interrupt, checkpoints
-        self.engine = Engine(ready.plan, ready.backend)
+    def __init__(self, ready: Ready, interrupt: Interrupt, saver: Saver, hooks: Sequence[Hook], began: float) -> None:
+        self.ready, self.log, self.ranks, self.interrupt = ready, ready.log, ready.ranks, interrupt
+        self.engine, self.light_s = Engine(ready.plan, ready.backend), ready.light_s(ready.plan)
         if ready.backend.allocated:
-            log.say(ready.backend.allocated)
-        self.progress, self.num_steps = Progress(), ready.trains.schedule.steps
-        self.metrics = Metrics(began)
+            self.log.say(ready.backend.allocated)
+        self.progress, self.num_steps = ready.earlier.progress, ready.schedule.steps
+        self.report = LogHook(self.log, began, ready.continue_command, is_saved=ready.earlier.path is not None)
         self.hooks: tuple[Hook, ...] = (
-            self.metrics,
-            LogHook(ready, log, self.metrics),
+            self.report,
             *hooks,
             ready.gpu,
-            BackendHook(ready, log),
-            Fp8Watch(ready, log, ranks, self._switch),
-            MethodHook(log.say),
-            SampleHook(ready.samples, log, self._ends),
+            BackendHook(ready.backend, self.log),
+            Fp8Watch(ready, self._switch),
+            MethodHook(self.log.say),
+            SampleHook(ready.samples, self.log, self._ends),
         )
+        self.saving = RunCheckpoints(ready, saver, self.hooks)
         self.exit_code = 0  # with which all ranks have agreed to end
         self.is_updating = False  # in an update the state is of no step
 
@@ -70,38 +58,18 @@ class Loop:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
         try:
             with self.ranks.long("loading"):
-                self._begin()
+                begin(self.ready, self.engine, self.hooks, self.interrupt)
             self._tell("on_begin")
             batch = self._train()
         except Stopped:
             batch = None
         if batch is None or self._ends():
-            result = self._result(self.exit_code or self.interrupt.exit_code)
+            left = {"exit_code": self.exit_code or self.interrupt.exit_code}
         else:
-            left = export_all(self.ready, self.engine, self.progress, batch, self.ranks, self.log)
-            result = left.added_to(self._result(0 if left.is_whole else NonFiniteError.exit_code))
+            left = export_all(self.ready, self.engine, self.progress, batch)
+        result = self.report.result(self.progress, self.light_s, checkpoint_path=self.saving.path, **left)
         self._tell("on_end", result)
         return replace(result, warnings=tuple(self.log.warnings))
-
-    def _begin(self) -> None:
-        """Weights from the source or state from the checkpoint, and the log's file."""
-        ready, engine, log = self.ready, self.engine, self.log
-        if ready.results.resume is None:
-            load_weights(engine, ready, log, self.interrupt)
-            log.begin(num_steps=self.num_steps)
-            return
-        state, reader = load(ready.results.resume, verified=False)  # it was, when it was chosen
-        check_continues(ready, state["must_match"])
-        self.progress = Progress.read(state).reset(ready.results.checkpoints.resets)
-        for hook in self.hooks:
-            if hook.key in state:
-                hook.resume(state[hook.key])
-        self.checkpoints.resumed(self.progress.step)
-        restore(engine, ready, log, self.interrupt, reader)
-        log.begin(resume_step=self.progress.step, num_steps=self.num_steps)
-        log.notice(f"Continued from {ready.results.resume}")
-        if differs := changes(state, ready.options, ready.data):
-            log.notice(f"Changed since then: {', '.join(differs)}")
 
     def _train(self) -> Batch | None:
         """All steps, and the last batch; None if the run ends before it has one."""
@@ -114,7 +82,7 @@ class Loop:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, self.num_steps)
                 while self.progress.step < self.num_steps and not self._ends():
-                    is_first = not self.metrics.speeds  # which compiles kernels
+                    is_first = not self.report.speeds  # which compiles kernels
                     with self.ranks.long("its first step") if is_first else nullcontext():
                         batch = self._step(loader)
                     report(self.progress.step, self.num_steps)
@@ -122,18 +90,17 @@ class Loop:
             except Stopped:
                 pass  # the step that waits for data is not begun
             except Exception as error:
-                self._rescue(error)
+                self.saving.rescue(self._view(), error, is_updating=self.is_updating)
                 raise
-            self._save()  # first of all: what sent SIGTERM does not wait for long
-            self._settle()
+            self.saving.save(self._view())  # first of all: what sent SIGTERM does not wait for long
+            self.saving.settle(self._view())
         return batch
 
     def _step(self, loader: Loader) -> Batch:
         """One optimizer step, and what is due after it; its last batch."""
-        self._settle(wait=False)  # what made the last save fail ends the run here
+        self.saving.settle(self._view(), wait=False)  # what made the last save fail ends the run here
         ready, step, start = self.ready, self.progress.step + 1, time.perf_counter()
-        number = step - self.progress.moments_from
-        rate = ready.trains.schedule.learning_rate(step)
+        number, rate = step - self.progress.moments_from, ready.schedule.learning_rate(step)
         self.ranks.step, wait_ms, real, tokens = step, 0.0, 0, 0
         for micro_step in range(ready.data.grad_accumulation):
             batch = loader.next(self._ends)
@@ -150,7 +117,7 @@ class Loop:
             if first:
                 self._tell("during_step")
         self.is_updating = True
-        saves_now = self.ranks.size > 1 and self.checkpoints.is_asked()
+        saves_now = self.ranks.size > 1 and self.saving.is_asked()
         done = self.engine.update(number, rate, self.interrupt.exit_code or int(saves_now))  # codes are above 1
         self._tell("after_update")
         self.exit_code = done.request if done.request > 1 else 0
@@ -166,16 +133,16 @@ class Loop:
             tokens=tokens * self.ranks.size,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=self.ready.light_s * tokens / seconds,  # of another plan where fp8 has just fallen back
+            sol=self.light_s * tokens / seconds,  # of another plan where fp8 has just fallen back
             applied=done.applied,
             memory_mib=ready.backend.peak_bytes() / MIB,
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,
             sent_error=done.sent_error,
         )
-        self._after(record, done)
+        self._after(record, is_asked=bool(done.request))
         return batch
 
-    def _after(self, record: TrainRecord, done: StepResult) -> None:
+    def _after(self, record: TrainRecord, *, is_asked: bool) -> None:
         """What hooks do after a step, and an evaluation and a checkpoint if they are due or asked for."""
         asked = self._tell("after_step", record)
         if self.progress.rejected == NON_FINITE_LIMIT:
@@ -183,13 +150,13 @@ class Loop:
                 f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
                 "of which changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
-        if self._view().is_last and self.checkpoints.comes_before_evaluation:
-            self._save()
+        if self._view().is_last and self.saving.comes_before_evaluation:
+            self.saving.save(self._view())
         asked |= self._evaluate_if_due(asked)
-        is_due = self.checkpoints.is_due(self.progress, last=self._view().is_last)
-        is_asked = done.request or (self.ranks.size == 1 and self.checkpoints.is_asked())
+        is_due = self.saving.is_due(self.progress, last=self._view().is_last)
+        is_asked |= self.ranks.size == 1 and self.saving.is_asked()
         if is_due or is_asked or Ask.SAVE in asked:
-            self._save()
+            self.saving.save(self._view())
 
     def _evaluate_if_due(self, asked: Ask = Ask.NOTHING) -> Ask:
         """Evaluates after this step if that is due or asked for, and not done; what hooks ask for then."""
@@ -197,10 +164,8 @@ class Loop:
         if now.evaluated >= now.step or not (self.log.eval_due(now.step, last=run.is_last) or Ask.EVALUATE in asked):
             return Ask.NOTHING
         if self.ready.data.eval is None:  # no evaluation, but a moment for hooks; a resumed run does not repeat it
-            return self._tell("on_evaluate", None) if self.metrics.speeds else Ask.NOTHING
-        steps = None if run.is_last and self.log.final_eval_is_whole else self.log.eval_num_steps or None
-        found = evaluate(self.engine, self.ready.data, now, steps, self.log.task, self._ends, self.ranks.world)
-        if found is None:
+            return self._tell("on_evaluate", None) if self.report.speeds else Ask.NOTHING
+        if (found := evaluate(self.ready, self.engine, now, self._ends, is_last=run.is_last)) is None:
             return Ask.NOTHING
         self.progress, record = found
         return self._tell("on_evaluate", record)
@@ -223,48 +188,11 @@ class Loop:
 
     def _switch(self, plan: Plan) -> None:
         """Continues under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
-        self._save()
-        self._settle()
-        old, path = self.ready.plan, self.checkpoints.path
-        assert path is not None
-        self.ready = replace(self.ready, plan=plan)
+        self.saving.save(self._view())
+        self.saving.settle(self._view())
+        assert self.saving.path is not None
+        old, (_, reader) = self.engine.plan, load(self.saving.path, verified=False)
         del self.engine  # its memory is what the other one gets, once no rank has it open
         self.ranks.all_of(None)
-        self.engine = Engine(plan, self.ready.backend)
-        _, read = load(path, verified=False)
-        self.engine.restore(carried(read.in_one_memory(), old, plan), self.ready.frozen())
-
-    def _rescue(self, error: Exception) -> None:
-        """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
-        if isinstance(error, NonFiniteError):  # its weights are not worth resuming from
-            with suppress(StorageError):
-                self._settle()
-            return
-        try:
-            self._settle()
-            if self.is_updating or self.ranks.size > 1:
-                why = "within an update" if self.is_updating else "on one rank, and all save together"
-                raise RuntimeError(f"the error came {why}")
-            self._save(beside=True)
-            self._settle()
-        except Exception as why:  # the one that ends the run is raised; this one is said
-            if (lost := self.progress.step - self.checkpoints.step) > 0:
-                self.log.say(f"The {lost} steps since the last checkpoint are lost: {why}")
-
-    def _save(self, *, beside: bool = False) -> None:
-        """Begins a checkpoint of this step, unless it is there or under way."""
-        if self.checkpoints.is_begun(self.progress.step):
-            return
-        self._settle()
-        hooks = {hook.key: hook.state() for hook in self.hooks if hook.key}
-        self.checkpoints.save(self.ready, self.engine, self.progress, hooks, beside=beside)
-        self._settle(wait=False)
-
-    def _settle(self, *, wait: bool = True) -> None:
-        """Notes a save that is complete, having waited for it or not."""
-        if (path := self.checkpoints.settle(wait=wait)) is not None:
-            self._tell("on_save", path, self.checkpoints.step)
-
-    def _result(self, exit_code: int) -> TrainResult:
-        paths = {"log_path": self.log.path, "checkpoint_path": self.checkpoints.path}
-        return self.metrics.result(self.progress, self.ready.light_s, exit_code=exit_code, **paths)
+        self.engine, self.light_s = Engine(plan, self.ready.backend), self.ready.light_s(plan)
+        self.engine.restore(carried(reader.in_one_memory(), old, plan), self.ready.frozen(plan))

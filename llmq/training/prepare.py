@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from llmq.adapters import resolve as adapters
 from llmq.backends import Backend
 from llmq.backends.opening import open_backend
-from llmq.data.batches.loader import Data
+from llmq.blocks.packed import Packing
+from llmq.data.batches.loader import Data, open_data
+from llmq.data.batches.named_data import open_named
 from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.tokenizer import num_ids
+from llmq.disk import check_free_space
+from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError
-from llmq.files.huggingface import exports_anyway
+from llmq.files.checkpoint import EVAL_LOSS
 from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
-from llmq.generation.prompts import Question, read_questions
+from llmq.files.writers import checkpoint_bytes
+from llmq.generation.prompts import read_questions
 from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.model.config import ModelConfig
@@ -25,31 +32,32 @@ from llmq.plan import memory, precision, sharding
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.remedies import with_fitting_chunks
+from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
+from llmq.screen import Report
 from llmq.training import auto
-from llmq.training.describe import describe, describe_dry
+from llmq.training.describe import describe, describe_dry, level_lines
 from llmq.training.earlier_run import EarlierRun
-from llmq.training.exports import OpenedExports, open_model
-from llmq.training.facts import Facts, facts_of
-from llmq.training.fit import NUMBERS, Fit, chosen
-from llmq.training.gpu_log import GpuWatch
-from llmq.training.health import rate_warnings
+from llmq.training.exports import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
+from llmq.training.facts import Facts
+from llmq.training.fit import NUMBERS, Fit, fitted, taken
 from llmq.training.log import RunLog
+from llmq.training.log_hooks import GpuWatch
 from llmq.training.ranks import Ranks
-from llmq.training.ready import Ready, Replan, Results
-from llmq.training.room import check_disk, check_memory
-from llmq.training.run_data import NamedRunData, RunData
-from llmq.training.samples import open_samples
+from llmq.training.ready import Ready, Replan, checkpoint_slices
+from llmq.training.samples import SamplePrompts, open_samples
+from llmq.training.schedule import Schedule, make_schedule
 from llmq.training.without_effect import without_effect
+
+UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from, before its data is opened: who runs where, what an earlier run left, and the model.
+    """What a run starts from, before its data is opened: who runs where, what an earlier run left, and the model with
+    its first `values`."""
 
-    `values` are the model's first ones, and `early` notices on the way.
-    """
-
+    options: Options
     log: RunLog
     ranks: Ranks
     device: Device
@@ -58,7 +66,6 @@ class Start:
     values: Values
     seed: int
     is_dry: bool
-    early: list[str]
 
 
 @dataclass(frozen=True)
@@ -77,73 +84,52 @@ def is_dry(options: RunOptions) -> bool:
 
 def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     """Everything that can be refused before the first allocation, and the sections of the log."""
-    questions = _check_files(log)
+    log.check()
+    questions = read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
     start = _start(options, log, ranks)
-    named = NamedRunData(options, start.source, log, start.earlier, plans_only=start.is_dry)
-    dtypes, _ = _resolve_precision(options, start.source.config, start)
-    trains = named.open(device.packing_problem(start.device, dtypes.model), ranks.size, start.early)
-    of_model = (trains.config, *trains.tokens, trains.data.train.num_virtual)
-    samples = open_samples(questions, log.sample_tokens, start.source, *of_model)
-    facts = facts_of(trains, dtypes, start.device, start.seed, samples, ranks)
+    dtypes, _ = _resolve_precision(start, options, start.source.config)
+    trains = _open_data(start, dtypes)
+    samples = open_samples(questions, log.sample_tokens, start.source, trains)
+    facts = _facts(start, trains, dtypes, samples)
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
-    backend = _open_backend(options, start)
-    fit = _fit(options, facts, trains.data, backend, start)
-    if memory.is_to_fit(options.memory):
-        trains = replace(trains, data=fit.resized(trains.data))
-    planned = _plan(fit, facts, trains.data, backend, start)
-    run = Ready(
-        device=start.device,
-        backend=backend,
-        source=start.source,
-        values=adapters.first_values(
-            fit.options.adapters, planned.plan.spec.adapters, start.source, start.values, start.seed
-        ),
-        trains=trains,
-        samples=samples,
-        plan=planned.plan,
-        replan=planned.replan,
-        watching=precision.watching(fit.options.precision),
-        gpu=GpuWatch(start.device, log.gpu_every, log.gpu),
-        options=fit.options.to_flat(),
-        fitted=fit.changes,
-        can_restart=ranks.can_restart,
-        results=_results(fit.options, trains, planned, start),
-    )
-    given = minimal(fit.options)
-    run = replace(run, results=_with_advice(run, given))
-    check_memory(run, fit.options, log)
-    needs = check_disk(run, start.earlier.step)
-    describe(run, log, given, planned.matmuls)
+    backend = _open_backend(start)
+    fit = _fit(start, facts, trains.data, backend)
+    trains = replace(trains, data=fit.resized(trains.data))
+    planned = _plan(start, fit, facts, trains.data, backend)
+    run, given = _ready(start, fit, trains, samples, backend, planned), minimal(fit.options)
+    for notice in without_effect(run, given):
+        log.notice(notice)
+    rebuilt = rebuilt_warning(trains.tokenizer, trains.config.family.model_type)
+    for warning in (*([rebuilt] if rebuilt else []), *run.data.warnings(), *run.schedule.warnings()):
+        log.warn(warning)
+    _check_memory(run, facts, fit.options)
+    needs = _check_disk(run)
+    describe(run, given, planned.matmuls)
     if start.is_dry:
-        describe_dry(run, log, needs)
+        describe_dry(run, needs)
     elif ranks.is_first:
         start.earlier.remove(log)
     return run
 
 
-def _check_files(log: RunLog) -> list[Question]:
-    """Refuses what the log cannot be written to; the prompts of --sample-prompts."""
-    log.check()
-    return read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
-
-
 def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     """What the run starts from. UsageError also if ranks cannot copy on the device as they are asked to."""
-    early = [ranks.said] if ranks.said else []
+    for text in (*options.notices, *([ranks.said] if ranks.said else [])):
+        log.notice(text)
     dry = is_dry(options.run)
     where = ranks.device or device.pick_device(options.system)
     sharding.refuse_copies(options.sharding, where.kind)
     seed = device.seed_of(options.system)
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
-    source = open_source(options.model, early.append, num_ids, plan_only=dry)
+    source = open_source(options.model, log.notice, num_ids, plan_only=dry)
     # A resumed run needs no files but for frozen rows.
     values = partial(initial_parameters, source, seed=seed) if earlier.path else open_parameters(source, seed)
-    return Start(log, ranks, where, earlier, source, values, seed, dry, early)
+    return Start(options, log, ranks, where, earlier, source, values, seed, dry)
 
 
-def _resolve_precision(options: Options, config: ModelConfig, start: Start) -> tuple[Precision, bool]:
+def _resolve_precision(start: Start, options: Options, config: ModelConfig) -> tuple[Precision, bool]:
     """Dtypes and sites by options, device and checkpoint; and whether timing has yet to choose among the fp8 sites."""
     where, state = start.device, start.earlier.state
     dtypes, is_auto = precision.resolve(options.precision, config), precision.is_auto(options.precision)
@@ -160,85 +146,159 @@ def _resolve_precision(options: Options, config: ModelConfig, start: Start) -> t
     return dtypes, is_auto
 
 
-def _open_backend(options: Options, start: Start) -> Backend:
+def _open_data(start: Start, dtypes: Precision) -> RunData:
+    """What the run trains on, which is tokenized if it is not, with what follows from it."""
+    options, log, source, earlier = start.options, start.log, start.source, start.earlier
+
+    def task(title: str) -> AbstractContextManager[Report]:
+        earlier.refuse_to_mix(options)  # now, as tokenizing may take hours
+        return log.task(title)
+
+    # Lines on data go below the log's section on it, but those on work that takes place.
+    named = open_named(options.source, source, plan_only=start.is_dry, say=log.say, note=log.about_data, task=task)
+    data = open_data(
+        options.data,
+        source.config.vocab_size,
+        start.seed,
+        tokenizer=source.required_tokenizer,
+        named=named,
+        world=start.ranks.size,
+        cannot_pack=device.packing_problem(start.device, dtypes.model),
+        num_virtual=adapters.resolve(options.adapters, source.config).num_virtual,
+    )
+    if earlier.path and "data" not in earlier.checkpoints.resets:
+        data.layout.refuse_other(earlier.state)
+    config, schedule = exported_config(source, data, log.notice), _schedule(start, data)
+    tokenizer = exported_tokenizer(source, named, data)
+    return RunData(data, schedule, config, tokenizer, exported_templates(data.train, tokenizer, log.notice))
+
+
+def _schedule(start: Start, data: Data) -> Schedule:
+    """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for."""
+    earlier, checkpoints = start.earlier, start.earlier.checkpoints
+    evaluates = data.eval is not None and start.log.eval_due(0, last=True)
+    if data.is_there and checkpoints.saves_best and not evaluates:
+        raise UsageError(
+            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
+            "--eval-every-n-steps above 0, or leave it out"
+        )
+    begun = earlier.step if "lr" in checkpoints.resets else earlier.state.get("rate_from", 0)
+    per_step = data.samples_per_step
+    windows = data.train.num_windows if data.is_there else UNKNOWN_STEPS * per_step  # long enough for any run
+    schedule = make_schedule(start.options.schedule, windows, per_step, begun)
+    if earlier.step > schedule.steps:
+        raise UsageError(
+            f"{earlier.path} is of step {earlier.step}, and this run ends after {schedule.steps}: raise --steps or "
+            "--epochs, or continue from an earlier checkpoint"
+        )
+    return schedule
+
+
+def _facts(start: Start, trains: RunData, dtypes: Precision, samples: SamplePrompts | None) -> Facts:
+    """What plans of the run depend on beside options."""
+    data, ranks, where = trains.data, start.ranks, start.device
+    packs = device.packing_problem(where, dtypes.model) is None
+    completions = None if samples is None else samples.completions(packed=packs)
+    packing, steps = Packing(*data.limits) if data.limits else None, trains.schedule.steps
+    return Facts(trains.config, where, start.seed, packing, completions, ranks.rank, ranks.size, steps)
+
+
+def _open_backend(start: Start) -> Backend:
     """The device's backend, with the GEMM algorithms of the checkpoint."""
     where, algorithms = start.device, start.earlier.state.get("algorithms") or None
     kind = "planned" if where.planned else where.kind
-    settings = device.backend_settings(options.system, where)
+    settings = device.backend_settings(start.options.system, where)
     return open_backend(kind, world=start.ranks.world, algorithms=algorithms, **settings)
 
 
-def _fit(options: Options, facts: Facts, data: Data, backend: Backend, start: Start) -> Fit:
+def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:
     """With --fit the fastest settings that fit: as the first rank chose them, with the numbers of the checkpoint."""
+    options, earlier = start.options, start.earlier
     if not memory.is_to_fit(options.memory):
         return Fit(options)
+    saved = earlier.state.get("options", {})
+    kept = {key: saved[key] for key in NUMBERS if key in saved} if earlier.path else None
+    if (told := start.ranks.told.get("fit")) is not None:
+        return Fit(taken(options, {**(kept or {}), **told}), told)
 
     def spec_of(tried: Options) -> Spec:
-        return facts.spec(tried, _resolve_precision(tried, facts.config, start)[0])
+        return facts.spec(tried, _resolve_precision(start, tried, facts.config)[0])
 
-    saved = start.earlier.state.get("options", {})
-    kept = {key: saved[key] for key in NUMBERS if key in saved} if start.earlier.path else None
-    return chosen(options, spec_of, facts.where, data, backend, kept, start.ranks.told.get("fit"), start.log)
+    samples = data.batch_size * data.grad_accumulation
+    found = fitted(options, spec_of, facts.where, backend, samples, kept=kept, task=start.log.task)
+    for line in found.lines:
+        start.log.say(line)
+    return found
 
 
-def _plan(fit: Fit, facts: Facts, data: Data, backend: Backend, start: Start) -> Planned:
+def _plan(start: Start, fit: Fit, facts: Facts, data: Data, backend: Backend) -> Planned:
     """The plan of the options that were chosen, once it is known what timing chooses."""
-    dtypes, is_timed = _resolve_precision(fit.options, facts.config, start)
+    dtypes, is_timed = _resolve_precision(start, fit.options, facts.config)
     spec = facts.spec(fit.options, dtypes)
-    replan = _planner(fit.options, spec, start.device, backend, fit.plan)
-    matmuls: Mapping[str, str] = {}
-    if is_timed:
-        dtypes, matmuls = _time_sites(replan(dtypes, 0).spec, backend, data, start.log)
-    return Planned(replan(dtypes, 0), replan, matmuls)
 
-
-def _planner(options: Options, spec: Spec, where: Device, backend: Backend, known: Plan | None) -> Replan:
-    """A function that plans `spec` with other dtypes, which may be what is `known`."""
-
-    def planned(dtypes: Precision, given_back: int) -> Plan:
+    def replan(dtypes: Precision, given_back: int) -> Plan:
         wanted = replace(spec, precision=dtypes)
-        plan = known if known and known.spec == wanted else make_plan(wanted, backend.scratch_bytes)
-        if not memory.chooses_attention_chunks(options.memory):
+        plan = fit.plan if fit.plan and fit.plan.spec == wanted else make_plan(wanted, backend.scratch_bytes)
+        if not memory.chooses_attention_chunks(fit.options.memory):
             return plan
         # What is free is asked here, as planning loads cuDNN's kernels.
-        return with_fitting_chunks(plan, device.memory_bytes(where)[1] + given_back, backend.scratch_bytes)
+        return with_fitting_chunks(plan, device.memory_bytes(start.device)[1] + given_back, backend.scratch_bytes)
 
-    return planned
-
-
-def _time_sites(spec: Spec, backend: Backend, data: Data, log: RunLog) -> tuple[Precision, Mapping[str, str]]:
-    """The dtypes of `spec`, with only those sites in fp8 that are faster for it on this device, and a line for each."""
-    sizes = {"batch_size": spec.batch_size, "seq_len": spec.seq_len, "grad_accumulation": data.grad_accumulation}
-    with log.task("Timing matmuls") as report:
-        dtypes, timing = auto.choose(spec.config, spec.precision, spec.memory, backend, report, **sizes)
-    return dtypes, timing.rows(spec.precision.model)
+    plan, matmuls = replan(dtypes, 0), {}
+    if is_timed:
+        with start.log.task("Timing matmuls") as report:
+            dtypes, timing = auto.choose(plan.spec, data.grad_accumulation, backend, report)
+        plan, matmuls = replan(dtypes, 0), timing.rows(dtypes.model)
+    return Planned(plan, replan, matmuls)
 
 
-def _open_exports(options: Options, trains: RunData, plan: Plan, start: Start) -> OpenedExports:
-    """Where the model goes, or the adapter, and what is to be known of the base of --adapter."""
-    replaces, source = start.earlier.replaces_model, start.source
-    opened = open_model(options, source, trains.tokens, plan, start.values, replaces=replaces)
-    of_base = adapters.base_notes(options.adapters, source, plan.held_base, start.seed)
-    return replace(opened, notices=(*opened.notices, *of_base))
-
-
-def _results(options: Options, trains: RunData, planned: Planned, start: Start) -> Results:
-    """Where what the run leaves goes, and what is known so far that the user should know."""
-    opened = _open_exports(options, trains, planned.plan, start)
-    rebuilt = rebuilt_warning(trains.tokens[0], trains.config.family.model_type)
-    return Results(
-        exports=opened.exports,
-        exports_anyway=exports_anyway(options.export),
-        checkpoints=start.earlier.checkpoints,
-        resume=start.earlier.path,
+def _ready(
+    start: Start, fit: Fit, trains: RunData, samples: SamplePrompts | None, backend: Backend, planned: Planned
+) -> Ready:
+    """The run, with where its results go, and notices on the base of an adapter."""
+    options, plan, source, log = fit.options, planned.plan, start.source, start.log
+    exports = open_exports(options, source, trains, plan, start.values, replaces=start.earlier.replaces_model)
+    for notice in adapters.base_notes(options.adapters, source, plan.held_base, start.seed):
+        log.notice(notice)
+    return Ready(
+        log=log,
+        ranks=start.ranks,
+        device=start.device,
+        backend=backend,
+        source=source,
+        values=adapters.first_values(options.adapters, plan.spec.adapters, source, start.values, start.seed),
+        earlier=start.earlier,
+        data=trains.data,
+        schedule=trains.schedule,
+        samples=samples,
+        plan=plan,
+        replan=planned.replan,
+        watching=precision.watching(options.precision),
+        gpu=GpuWatch(start.device, log.gpu_every, log.gpu),
+        options=options.to_flat(),
+        fitted=fit.changes,
+        exports=exports,
         continue_command="" if start.is_dry else continue_command(options, start.ranks.start),
-        notices=(*options.notices, *start.early, *opened.notices),
-        warnings=(rebuilt,) if rebuilt else (),
     )
 
 
-def _with_advice(run: Ready, given: Mapping[str, object]) -> Results:
-    """The results with what the options that are `given` and the data give to think about."""
-    found = rate_warnings(run.trains.schedule.peak)
-    notices = (*run.results.notices, *without_effect(run, given))
-    return replace(run.results, notices=notices, warnings=(*run.results.warnings, *run.data.warnings(), *found))
+def _check_memory(run: Ready, facts: Facts, options: Options) -> None:
+    """MemoryLimitError if the plan does not fit on the device, or in the memory of this host; a dry run for many says
+    first what every level takes."""
+    room = facts.limits(options, run.backend, run.data.grad_accumulation)
+    levels = level_lines(run, room.free_bytes) if run.is_dry else ()
+    for line in (*listed(run.plan, run.options["debug_memory"]), *levels):
+        run.log.say(line)
+    refuse_if_too_large(run.plan, room)
+
+
+def _check_disk(run: Ready) -> dict[str, tuple[Path, int]]:
+    """Bytes of the checkpoints that are left and of the model; StorageError if they do not fit on the disk."""
+    first, last, checkpoints = run.earlier.step + 1, run.schedule.steps, run.earlier.checkpoints
+    one = checkpoint_bytes([each.tensor for each in checkpoint_slices(run.plan)])
+    needs = {"the checkpoints": (checkpoints.folder, checkpoints.peak_bytes(one, first, max(first, last)))}
+    for what, export in zip(("the model", "the merged model"), run.exports, strict=False):
+        needs[what] = (export.folder, export.check(room=not run.device.planned))
+    if not run.device.planned:
+        check_free_space(needs)
+    return needs

@@ -1,4 +1,4 @@
-"""A step, an evaluation and the GPU in a run's log: the record of the file, and the line of the console."""
+"""What is known of a step, an evaluation, the GPU and the whole run: records of the log, and lines of the console."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from llmq.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,30 @@ class GpuRecord:
     pcie_tx_kb_s: int | None = None  # from the GPU
     gpu_percent: int | None = None  # of the time in which a kernel ran
     memory_percent: int | None = None  # of the time in which its memory was read or written
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run made. Losses are nats per trained token; paths are None for what was not written.
+
+    A dry run gives its `plan` alone: `total_bytes`, and `table()` with the bytes of each part.
+    The exit code is that of NonFiniteError where the model was not exported because it is ruined; `warnings` say why,
+    and what else may have spoiled the run.
+    """
+
+    exit_code: int = 0
+    steps: int = 0
+    train_loss: float = math.nan  # of the last step
+    eval_loss: float = math.nan  # of the last evaluation
+    tokens_per_second: float = math.nan  # median over the steps of this run
+    sol: float | None = None  # median share of the device's speed of light
+    first_step_s: float = math.nan  # from the call to the end of the first step
+    model_path: Path | None = None
+    merged_path: Path | None = None  # of --merge
+    log_path: Path | None = None
+    checkpoint_path: Path | None = None
+    warnings: tuple[str, ...] = ()
+    plan: Plan | None = None
 
 
 TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps", "time")  # the numbers

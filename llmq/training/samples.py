@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -15,10 +14,9 @@ from llmq.errors import UsageError
 from llmq.files.source import ModelSource
 from llmq.generation.prompts import PromptReader, Question, drafts, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
-from llmq.model.config import ModelConfig
 from llmq.plan.spec import Completions
 from llmq.screen import Report
-from llmq.training.exports import ExportedTemplates
+from llmq.training.exports import RunData
 from llmq.training.hooks import Hook, RunView
 from llmq.training.log import RunLog
 from llmq.training.records import EvalRecord
@@ -68,13 +66,7 @@ class SampleHook(Hook):
 
 
 def open_samples(
-    questions: Sequence[Question],
-    max_tokens: int,
-    source: ModelSource,
-    config: ModelConfig,
-    tokenizer_folder: Path | None,
-    templates: ExportedTemplates,
-    num_virtual: int = 0,
+    questions: Sequence[Question], max_tokens: int, source: ModelSource, trains: RunData
 ) -> SamplePrompts | None:
     """The questions (without any: None) by the model's tokenizer or the data's, and the template of its chats.
 
@@ -83,9 +75,10 @@ def open_samples(
     if not questions:
         return None
     own = source.preset_tokenizer if any(question.tokens is None for question in questions) else None
-    named = tokenizer_folder or own
+    named, config = trains.tokenizer or own, trains.config
     tokenizer = None if named is None else TextTokenizer.open(str(named))
-    reader = PromptReader(tokenizer, config.vocab_size, (templates.sources or {}).get("default"), num_virtual)
+    template = (trains.templates or {}).get("default")
+    reader = PromptReader(tokenizer, config.vocab_size, template, trains.data.train.num_virtual)
     prompts = [reader.tokens(question) for question in questions]
     for number, prompt in enumerate(prompts, 1):
         if not prompt:

@@ -1,48 +1,46 @@
-"""The checkpoints of a run: when one is due, what it holds, and the newest that is complete."""
+"""The checkpoints of a run: when one is due, what it says of the run beside its progress, and the newest that is there.
+
+How the run that continues one differs is told from what it says.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from pathlib import Path
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
-import numpy as np
-
+from llmq.comm.environment import TRAIN
+from llmq.data.batches.loader import Data
 from llmq.disk import shown
-from llmq.engine.engine import Engine
-from llmq.files.checkpoint import EVAL_LOSS
+from llmq.errors import NonFiniteError, StorageError
+from llmq.files.checkpoint import EVAL_LOSS, check_same
 from llmq.files.writers import Keep, Saver, Snapshot
 from llmq.hardware import device
-from llmq.training.identity import state_of
+from llmq.options.parse import changed
+from llmq.plan.plan import Plan
+from llmq.training.hooks import Hook, RunView
 from llmq.training.progress import Progress
-from llmq.training.ranks import Ranks
-from llmq.training.ready import Ready
+from llmq.training.ready import Ready, checkpoint_bytes_of, checkpoint_slices
 
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
 class RunCheckpoints:
-    """Begins checkpoints, which `saver` may write while training continues, and notes those that are complete."""
+    """Begins checkpoints, which `saver` may write while training continues, and tells `hooks` of those that are
+    complete."""
 
-    def __init__(self, ready: Ready, ranks: Ranks, saver: Saver) -> None:
-        self._checkpoints, self._ranks, self._saver = ready.results.checkpoints, ranks, saver
-        self.path = ready.results.resume  # of the newest checkpoint that is complete
-        self.step = 0  # its step
-        self._begun = 0  # step of the newest save that was begun
-
-    def resumed(self, step: int) -> None:
-        """Notes the step of the checkpoint that the run continues."""
-        self.step = self._begun = step
-
-    def is_begun(self, step: int) -> bool:
-        """Whether the checkpoint of a step is complete or under way."""
-        return step in (self.step, self._begun)
+    def __init__(self, ready: Ready, saver: Saver, hooks: Sequence[Hook]) -> None:
+        self._ready, self._saver, self._hooks = ready, saver, hooks
+        self._checkpoints = ready.earlier.checkpoints
+        self.path, self.step = ready.earlier.path, ready.earlier.step  # of the newest checkpoint that is complete
+        self._begun = self.step  # step of the newest save that was begun
 
     def is_asked(self) -> bool:
         """Whether the file that asks for a checkpoint is there, which the first of many ranks looks for."""
-        return self._ranks.is_first and self._checkpoints.asked()
+        return self._ready.ranks.is_first and self._checkpoints.asked()
 
     def is_due(self, now: Progress, *, last: bool) -> bool:
         """Whether to save after this step: each n-th one, the last, and one that was evaluated as the best."""
@@ -54,44 +52,127 @@ class RunCheckpoints:
         """Whether the last step is saved before its evaluation, which may take long and decides nothing here."""
         return not self._checkpoints.saves_best
 
-    def save(
-        self, ready: Ready, engine: Engine, now: Progress, hooks: Mapping[str, Any], *, beside: bool = False
-    ) -> None:
-        """Begins a checkpoint of this step, with the state of `hooks`; earlier ones must be settled.
+    def save(self, run: RunView, *, beside: bool = False) -> None:
+        """Begins a checkpoint of this step, unless it is there or under way.
 
         With `beside`, or if the step was refused, all older ones stay.
         """
-        state = {**now.stored, **hooks, **state_of(ready, self._ranks.start)}
+        now, plan = run.progress, run.engine.plan
+        if now.step in (self.step, self._begun):
+            return
+        self.settle(run)
+        own = {hook.key: hook.state() for hook in self._hooks if hook.key}
+        state = {**now.stored, **own, **state_of(self._ready, plan)}
         is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
         metrics = {EVAL_LOSS: now.eval_loss} if is_known else {}
         beside = beside or now.rejected > 0  # theirs may be the last sound weights
-        snapshot = Snapshot(now.step, ready.checkpoint_slices, engine.state, state, metrics)
+        snapshot = Snapshot(now.step, checkpoint_slices(plan), run.engine.state, state, metrics)
         self._saver.save(snapshot, Keep() if beside else self._checkpoints.keep)
         self._begun = now.step
+        self.settle(run, wait=False)
 
-    def settle(self, *, wait: bool) -> Path | None:
-        """The checkpoint that was completed since the last call, if any. StorageError for one that failed."""
+    def settle(self, run: RunView, *, wait: bool = True) -> None:
+        """Notes a save that is complete, having waited for it or not. StorageError for one that failed."""
         begun, self._begun = self._begun, self.step  # one that failed is begun again if it is due
-        with self._ranks.long("saving") if wait else nullcontext():
+        with self._ready.ranks.long("saving") if wait else nullcontext():
             path = self._saver.finished(wait=wait)
+        self._begun = begun
         if path is not None:
             self.path, self.step = path, begun
-        self._begun = begun
-        return path
+            for hook in self._hooks:
+                hook.on_save(run, path, begun)
+
+    def rescue(self, run: RunView, error: Exception, *, is_updating: bool) -> None:
+        """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
+        if isinstance(error, NonFiniteError):  # its weights are not worth resuming from
+            with suppress(StorageError):
+                self.settle(run)
+            return
+        try:
+            self.settle(run)
+            if is_updating or self._ready.ranks.size > 1:
+                why = "within an update" if is_updating else "on one rank, and all save together"
+                raise RuntimeError(f"the error came {why}")
+            self.save(run, beside=True)
+            self.settle(run)
+        except Exception as why:  # the one that ends the run is raised; this one is said
+            if (lost := run.progress.step - self.step) > 0:
+                self._ready.log.say(f"The {lost} steps since the last checkpoint are lost: {why}")
 
 
-def memory_aside(ready: Ready, say: Callable[[str], None]) -> Callable[[int], np.ndarray] | None:
-    """What gives host memory for a copy of a checkpoint, which is written while training continues.
-
-    None, having said so, where the host has too little for it.
-    """
-    homes = ("host", "device") if ready.device.kind == "cpu" else ("host",)  # what of the plan is in host memory
-    needed = ready.checkpoint_copy_bytes + sum(sum(ready.plan.table(home).values()) for home in homes)
+def saver_of(run: Ready) -> Saver:
+    """What writes the run's checkpoints: while training continues, or having said so where the host has too little
+    memory for a copy."""
+    homes = ("host", "device") if run.device.kind == "cpu" else ("host",)  # what of the plan is in host memory
+    needed = checkpoint_bytes_of(run.plan) + sum(sum(run.plan.table(home).values()) for home in homes)
     total, free = device.memory_bytes()
-    if needed + HOST_RESERVE * total <= free:
-        return ready.backend.host_bytes
-    say(
-        f"Training waits while a checkpoint is written: to save beside it, the run needs {shown(needed)} of host "
-        f"memory beyond {shown(int(HOST_RESERVE * total))} that stay free, and {shown(free)} are free"
-    )
-    return None
+    fits, log = needed + HOST_RESERVE * total <= free, run.log
+    if not fits:
+        log.say(
+            f"Training waits while a checkpoint is written: to save beside it, the run needs {shown(needed)} of host "
+            f"memory beyond {shown(int(HOST_RESERVE * total))} that stay free, and {shown(free)} are free"
+        )
+    allocate = run.backend.host_bytes if fits else None
+    return Saver(run.earlier.checkpoints.folder, log.say, allocate, partial(log.task, words=shown), run.ranks.world)
+
+
+def state_of(run: Ready, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint keeps of a run under a plan, for the one that continues it."""
+    dtypes, data, ranks = plan.spec.precision, run.data, run.ranks
+    return {
+        "options": dict(run.options),
+        "ran_as": {"ranks": data.world, "start": list(ranks.start), "rows": data.samples_per_step},
+        "must_match": must_match(run, plan),
+        "row_layout": data.layout.kind,
+        "algorithms": run.backend.algorithms,
+        "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)},
+    }
+
+
+def must_match(run: Ready, plan: Plan) -> dict[str, Any]:
+    """What a checkpoint has in common with the run that continues it: else it would be another run."""
+    spec = plan.spec
+    return {
+        "seed": spec.seed,
+        **run.data.identity(),
+        "model": spec.config.identity(),
+        "parameters": {row.name: list(row.shape) for row in plan.rows},
+        **({"frozen model": run.base} if plan.loaded_anew else {}),
+        **spec.adapters.must_match(),
+        **spec.hyper.rule.identity(),
+        **spec.precision.identity(),
+    }
+
+
+def check_continues(run: Ready, saved: Mapping[str, Any]) -> None:
+    """UsageError naming what must match the checkpoint and does not; the data need not where it begins again."""
+    now = must_match(run, run.plan)
+    if "data" in run.earlier.checkpoints.resets:
+        now = {name: value for name, value in now.items() if name not in run.data.identity()}
+        saved = {name: value for name, value in saved.items() if name in now}
+    check_same(saved, now)
+
+
+def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) -> list[str]:
+    """How the run that continues a checkpoint differs: options, ranks and rows per step, with flags that keep these."""
+    found = changed(saved["options"], options)
+    before = saved.get("ran_as", {})  # earlier releases do not say it
+    ranks, rows = before.get("ranks", data.world), before.get("rows", data.samples_per_step)
+    if ranks != data.world:
+        start = shlex.join(before["start"]).removesuffix(" --")
+        alone = start if ranks == 1 else f"--gpus={ranks}"
+        how = alone if tuple(before["start"]) == TRAIN else start
+        found.append(f"ranks {ranks} to {data.world} ({how} keeps {ranks})")
+    if rows != data.samples_per_step:
+        found.append(f"rows per step {rows} to {data.samples_per_step} ({_keeping(rows, options, data)})")
+    return found
+
+
+def _keeping(rows: int, options: Mapping[str, Any], data: Data) -> str:
+    """Flags with which a step has these many rows on these ranks: `--batch-size=2 --grad-accumulation=4 keep 8`."""
+    sizes = (size for size in range(data.batch_size, 0, -1) if rows % (size * data.world) == 0)
+    if (size := next(sizes, None)) is None:
+        return f"no flags keep {rows} on {data.world} ranks"
+    accumulated = f"--grad-accumulation={rows // (size * data.world)}"
+    step = accumulated if options["global_batch_size"] is None else f"--global-batch-size={rows}"
+    return f"--batch-size={size} {step} keep {rows}"

@@ -18,6 +18,7 @@ decay in the cooldown.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ from llmq.options.field import LARGEST_STEP
 
 if TYPE_CHECKING:
     from llmq.options.maths import ScheduleOptions
+
+LARGEST_RATE = 1.0  # prompts are trained at 0.3 (Lester et al., 2021), which is more than anything else
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class Schedule:
             return self.peak * self._course(x, steps)
         level = self._course(falls, steps)
         return self.peak * (level + (self.final - level) * (x - falls) / self.cooldown)
+
+    def warnings(self) -> Iterator[str]:
+        """A message on a rate that trains nothing, or ruins any model."""
+        rate = f"--learning-rate {self.peak:g}"
+        if self.peak == 0:
+            yield f"{rate} trains nothing: the weights stay as they are"
+        elif self.peak > LARGEST_RATE:
+            yield f"{rate} moves weights by up to that much in every step, and few are above 1: use 1e-2 or less"
 
     def _course(self, x: int, steps: int) -> float:
         p = (x - self.warmup) / (steps - self.warmup) if steps > self.warmup else 0.0

@@ -8,26 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, TextIO
 
-from llmq.disk import shown
 from llmq.engine.bound_plan import make_ready
-from llmq.errors import INTERRUPTED, StorageError
+from llmq.errors import INTERRUPTED, StorageError, UsageError
 from llmq.files.checkpoint import Checkpoints
 from llmq.files.huggingface import export_folder, finish_export
 from llmq.files.run_lock import held, kept_folder, replaced_whole
-from llmq.files.writers import Saver
 from llmq.options.parse import Options
-from llmq.training.hooks import Hook, Watch, Watcher, check_hooks
+from llmq.training.hooks import Hook, Watch, Watcher
 from llmq.training.interrupt import Interrupt
 from llmq.training.log import RunLog
 from llmq.training.loop import Loop
 from llmq.training.prepare import is_dry, prepare
 from llmq.training.ranks import Ranks, joined
 from llmq.training.ready import Ready
-from llmq.training.result import TrainResult
-from llmq.training.saving import RunCheckpoints, memory_aside
+from llmq.training.records import TrainResult
+from llmq.training.saving import saver_of
 
 
 def train(
@@ -40,7 +37,10 @@ def train(
     save the same way and return, with exit code 75. Without `handle_signals` they do what they did before the call.
     Raises LlmqError for what the caller can fix.
     """
-    check_hooks(watch, console)
+    if watch is not None and not callable(watch):
+        raise UsageError(f"watch is {watch!r}: give a function, which is called with each record")
+    if console is not None and not hasattr(console, "write"):
+        raise UsageError(f"console is {console!r}: give an open text file, such as sys.stderr or io.StringIO()")
     hooks = () if watch is None else (Watcher(watch),)
     result = run(Options.parse(options), hooks=hooks, console=console, handle_signals=handle_signals)
     if result.exit_code == INTERRUPTED:
@@ -69,13 +69,11 @@ def run(
         ready = ranks.in_turn(lambda: prepare(options, log, ranks), _choices)
         if ready.is_dry:
             return TrainResult(plan=ready.plan)
-        _share_algorithms(ready, log, ranks)
-        task = partial(log.task, words=shown)
-        saver = Saver(ready.results.checkpoints.folder, log.say, memory_aside(ready, log.say), task, ranks.world)
-        interrupt = Interrupt()
+        _share_algorithms(ready)
+        interrupt, saver = Interrupt(), saver_of(ready)
         with interrupt if handle_signals else nullcontext(), saver:
             try:
-                return Loop(ready, log, ranks, interrupt, RunCheckpoints(ready, ranks, saver), hooks, began).run()
+                return Loop(ready, interrupt, saver, hooks, began).run()
             except Exception as error:
                 with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
                     log.end("failed", error=str(error) or type(error).__name__)
@@ -84,21 +82,21 @@ def run(
 
 def _choices(run: Ready) -> dict[str, Any]:
     """What the other ranks take over from the first one's run."""
-    dtypes = run.plan.spec.precision
-    resume = str(run.results.resume) if run.results.resume else None
+    dtypes, resume = run.plan.spec.precision, run.earlier.path
     sites = {"matmul": dtypes.matmul, "wide": list(dtypes.wide)}
     fit = {"fit": dict(run.fitted)} if run.fitted else {}
-    return {"resume": resume, "sites": sites, **fit}
+    return {"resume": resume and str(resume), "sites": sites, **fit}
 
 
-def _share_algorithms(run: Ready, log: RunLog, ranks: Ranks) -> None:
+def _share_algorithms(run: Ready) -> None:
     """Times the matrix products of the plan on the first rank; the others compute as it does, and so with its bits."""
-    with ranks.long("timing matrix products"), log.task("Timing matrix products") as report:
+    ranks, backend = run.ranks, run.backend
+    with ranks.long("timing matrix products"), run.log.task("Timing matrix products") as report:
         if ranks.is_first:
-            make_ready(run.plan, run.backend, report)
-        chosen = ranks.agreed(dict(run.backend.algorithms))
+            make_ready(run.plan, backend, report)
+        chosen = ranks.agreed(dict(backend.algorithms))
         if not ranks.is_first:
-            run.backend.take(chosen)
+            backend.take(chosen)
 
 
 @contextmanager
@@ -107,9 +105,9 @@ def _hold(options: Options, log: RunLog, ranks: Ranks) -> Iterator[None]:
 
     StorageError if another run has it.
     """
+    dry = log.console_is_all = is_dry(options.run)
     with ExitStack() as stack:
-        log.console_is_all = is_dry(options.run)
-        if ranks.is_first and not is_dry(options.run):
+        if ranks.is_first and not dry:
             stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
             finish_export(options.export)  # may bring back the checkpoints, which can be below the model
             saved = Checkpoints(options.checkpoint).folder

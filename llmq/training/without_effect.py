@@ -90,7 +90,7 @@ TABLE = (
         "at --zero-level 0, which gathers no weights",
     ),
     Idle(("memcpy_send_recv",), lambda run: not run.plan.spec.sharding.all_to_all, "without --all-to-all-reduce"),
-    Idle(("restart_failed",), lambda run: not run.can_restart, "without --gpus, llmq-launch or --launcher ray"),
+    Idle(("restart_failed",), lambda run: not run.ranks.can_restart, "without --gpus, llmq-launch or --launcher ray"),
     Idle(
         ("weight_decay",),
         lambda run: not any(row.trainable and row.decay for row in run.plan.rows),

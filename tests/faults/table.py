@@ -166,7 +166,7 @@ def resume_skips_a_sample(real, cls, state):
     return replace(found, position=found.position + 1)
 
 
-@fault("llmq.training.identity:check_same", KEPT)
+@fault("llmq.training.saving:check_same", KEPT)
 def other_options_continue_a_run(real, saved, now):
     return None
 

@@ -96,21 +96,21 @@ def test_scratch_is_counted_and_not_held():
 RUN = """
 import io, json, sys
 from pathlib import Path
-import llmq, llmq.training.room
+import llmq, llmq.training.prepare
 from llmq.hardware.host_memory import peak_resident_bytes
 from llmq.tensor import stored_bytes
 
 def resident():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmRSS:"))
 
-def planned(plan, *others, check=llmq.training.room.refuse_if_too_large):
+def planned(plan, *others, check=llmq.training.prepare.refuse_if_too_large):
     copy = sum(stored_bytes(ref) for ref in plan.state().values())  # from which checkpoints are written
     found.update(plan=plan.total_bytes + copy, base=resident())
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     return check(plan, *others)
 
 found = {}
-llmq.training.room.refuse_if_too_large = planned
+llmq.training.prepare.refuse_if_too_large = planned
 llmq.train(console=io.StringIO(), device="cpu", **json.loads(sys.argv[1]))
 print(json.dumps({**found, "peak": peak_resident_bytes()}))
 """

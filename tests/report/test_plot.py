@@ -194,7 +194,7 @@ def test_evaluations_on_other_tokens_are_not_joined(tmp_path: Path, figures: lis
     options = LogOptions(name="a", log_file=str(tmp_path / "a" / "log.jsonl"))
     for resume, file, sizes in ((None, "x.bin", {10: 512, 20: 512, 30: 4096}), (20, "y.bin", {30: 512, 40: 512})):
         with RunLog(options, io.StringIO()) as log:
-            log.dataset([("t.bin", 9)], [(file, 4096)])
+            log.section("dataset", {"eval": [{"path": file, "tokens": 4096}]})
             log.begin(resume_step=resume)
             for step, size in sizes.items():
                 log.evaluation(EvalRecord(step, step / 30, 3.0, 3.0, 50.0, 8192, size))

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 from tiny_engines import FP8, tiny
 
+from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import layer_maps
 from llmq.plan.memory import Memory
 from llmq.plan.precision import block_sites
+from llmq.plan.spec import Spec
 from llmq.training import auto
 
 SITES = layer_maps(tiny())
+SPEC = Spec(tiny(), FP8["e4m3", "delayed"], Memory(), Hyperparameters(), 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +34,7 @@ def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
         return SimpleNamespace(micro_batch_ms=ms)
 
     monkeypatch.setattr(auto, "measure", measure)
-    dtypes = FP8["e4m3", "delayed"]
-    found, timing = auto.choose(tiny(), dtypes, Memory(), None, batch_size=2, seq_len=16, grad_accumulation=1)
+    found, timing = auto.choose(SPEC, 1, None)
     rows = timing.rows("bf16")
     assert timing.chosen == chosen and rows["together"] == says
     assert {site for site in SITES if rows[site].endswith(": e4m3")} == set(chosen)
@@ -44,6 +46,5 @@ def test_every_run_is_reported(monkeypatch):
     """That in the model's dtype, one for each site, and the one with all that were faster."""
     monkeypatch.setattr(auto, "measure", lambda *_, **__: SimpleNamespace(micro_batch_ms=1.0))
     told = []
-    sizes = {"batch_size": 2, "seq_len": 16, "grad_accumulation": 1}
-    auto.choose(tiny(), FP8["e4m3", "delayed"], Memory(), None, lambda *about: told.append(about), **sizes)
+    auto.choose(SPEC, 1, None, lambda *about: told.append(about))
     assert told == [(n, len(SITES) + 2) for n in range(1, len(SITES) + 2)]

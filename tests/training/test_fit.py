@@ -9,8 +9,8 @@ from tiny_engines import tiny
 
 from llmq import screen
 from llmq.backends.opening import open_backend
-from llmq.cli import estimate as command
-from llmq.cli import train as train_command
+from llmq.cli import shell
+from llmq.cli.train import command as train_command
 from llmq.disk import GIB, MIB
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.files.source import find_source
@@ -20,7 +20,6 @@ from llmq.model.config import to_hf
 from llmq.model.presets import preset
 from llmq.options.parse import Options
 from llmq.options.run import SystemOptions
-from llmq.plan import precision
 from llmq.plan.plan import make_plan
 from llmq.plan.remedies import Terms, changes, typed
 from llmq.training import fit
@@ -68,12 +67,8 @@ def about(options):
     """Options, and how they are resolved and planned: arguments of `fitted`."""
     where = pick_device(options.system)
     facts = Facts(find_source(options.model.model, from_scratch=True).config, where)
-
-    def spec_of(tried):
-        return facts.spec(tried, precision.resolve(tried.precision, facts.config))
-
-    scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
-    return options, spec_of, where, scratch, scratch, options.data.batch_size * options.data.grad_accumulation
+    backend = open_backend("planned", **device.backend_settings(options.system, where))
+    return options, facts.spec, where, backend, options.data.batch_size * options.data.grad_accumulation
 
 
 def within(mib, **more):
@@ -163,11 +158,11 @@ def test_where_the_given_size_is_too_large_that_is_advised(model):
     assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
 
 
-def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, capsys):
+def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, planned):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
     given = [f"--{key.replace('_', '-')}={value}" for key, value in {"batch_size": 2, "attn_bwd_chunks": 1}.items()]
-    code, said = estimated(capsys, few, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
+    code, said = planned(few, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
     lines = said.err.splitlines()
     assert code == 0 and lines[:2] == [f"{fit.SEARCHING}: {n}" for n in range(2)]
 
@@ -175,7 +170,7 @@ def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_numbers(model):
     kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
-    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept).options.to_flat()
+    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept=kept).options.to_flat()
     assert {key: flat[key] for key in kept} == kept
 
 
@@ -220,7 +215,7 @@ def test_refused_options(model, given, message):
 def test_what_a_search_cannot_compare_is_refused(model):
     options = options_of(model, matmul_dtype="auto")
     with pytest.raises(UsageError, match="--matmul-dtype auto times them first: use e4m3"):
-        fitted(options, None, pick_device(options.system), None, None, 8)
+        fitted(options, None, pick_device(options.system), None, 8)
 
 
 def test_a_size_has_the_rates_of_a_card_which_is_named(few):
@@ -253,58 +248,57 @@ def test_a_limit_counts_what_is_in_use(monkeypatch):
     assert device.memory_bytes(limited) == (16 * GIB, 6 * GIB)
 
 
-def estimated(capsys, model, *arguments):
-    """Exit code, and what is printed."""
-    with pytest.raises(SystemExit) as ended:
-        command.main([f"--model={model}", "--global-batch-size=8", "--seq-len=256", *arguments])
-    return ended.value.code, capsys.readouterr()
+@pytest.fixture
+def planned(estimated):
+    """Estimates of steps of eight rows."""
+    return lambda model, *more: estimated(f"--model={model}", "--global-batch-size=8", "--seq-len=256", *more)
 
 
 @pytest.mark.slow
-def test_an_estimate_takes_the_first(capsys, model):
+def test_an_estimate_takes_the_first(planned, model):
     limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
-    code, said = estimated(capsys, model, "--gpu=RTX 4090", limit)
+    code, said = planned(model, "--gpu=RTX 4090", limit)
     assert code == 4 and "are missing" in said.err
-    code, said = estimated(capsys, model, "--gpu=RTX 4090", limit, "--fit")
+    code, said = planned(model, "--gpu=RTX 4090", limit, "--fit")
     assert code == 0 and "1 is taken:" in said.out and "within --memory-limit" in said.out
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     again = first[first.index("--") :].split()
-    code, plain = estimated(capsys, model, "--gpu=RTX 4090", limit, *again)
+    code, plain = planned(model, "--gpu=RTX 4090", limit, *again)
     assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
 
 
 @pytest.mark.slow
-def test_many_gpus_offload_what_their_level_leaves(capsys, model):
+def test_many_gpus_offload_what_their_level_leaves(planned, model):
     """Gradients are whole on each at level 1, and so are weights."""
     room = f"--memory-limit={CONTEXT // MIB + 40}MiB"
-    code, said = estimated(capsys, model, "--gpu=RTX 4090", "--gpus=2", "--zero-level=1", room, "--fit")
+    code, said = planned(model, "--gpu=RTX 4090", "--gpus=2", "--zero-level=1", room, "--fit")
     assert code == 0, said.err
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     assert "--offload-gradients" in first and "--stream-weights" in first
 
 
 @pytest.mark.slow
-def test_host_memory_has_a_limit(capsys, model):
-    code, said = estimated(capsys, model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
+def test_host_memory_has_a_limit(planned, model):
+    code, said = planned(model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
     assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err
+
+
+def dry_run(capsys, *arguments):
+    return shell.run(train_command(), ["--dry-run", "--from-scratch", "--fit", *arguments]), capsys.readouterr()
 
 
 @pytest.mark.slow
 def test_a_dry_run_fits_and_says_what_it_took(capsys, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["--gpu=RTX 4090", "--dry-run", "--from-scratch", "--fit", "--seq-len=256", f"--model={model}"]
-    with pytest.raises(SystemExit) as ended:
-        train_command.main([*arguments, f"--memory-limit={CONTEXT // MIB + 40}MiB"])
-    said = capsys.readouterr()
-    assert ended.value.code == 0, said.err
-    assert "1 is taken:" in said.out and "On disk:" in said.out
+    limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
+    code, said = dry_run(capsys, "--gpu=RTX 4090", "--seq-len=256", f"--model={model}", limit)
+    assert code == 0 and "1 is taken:" in said.out and "On disk:" in said.out, said.err
 
 
 def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        train_command.main([f"--model={model}", "--dry-run", "--from-scratch", "--fit", "--device=cpu"])
-    assert ended.value.code == 2 and "has no rates of the CPU: name the card" in capsys.readouterr().err
+    code, said = dry_run(capsys, f"--model={model}", "--device=cpu")
+    assert code == 2 and "has no rates of the CPU: name the card" in said.err
 
 
 @pytest.mark.slow
@@ -317,6 +311,6 @@ def test_a_search_for_the_largest_models_takes_as_long_as_a_few_plans(tmp_path):
     began = time.process_time()
     found = fitted(*given)
     took, began = time.process_time() - began, time.process_time()
-    make_plan(found.plan.spec, given[3])
+    make_plan(found.plan.spec, given[3].scratch_bytes)
     assert took < 8 * (time.process_time() - began)
     assert found.plan.total_bytes <= 80 * GIB - CONTEXT

@@ -1,6 +1,7 @@
 """`--log-gpu-util`: a reading of the GPU every N steps, taken while the step runs; an error where there is none."""
 
 import json
+from types import SimpleNamespace
 
 import fake_gpu
 import pytest
@@ -13,7 +14,8 @@ from llmq.hardware import nvml
 from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
 from llmq.report.read import read_log
-from llmq.training.gpu_log import GpuWatch
+from llmq.training.log_hooks import GpuWatch
+from llmq.training.progress import Progress
 from llmq.training.records import GpuRecord, gpu_line
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
@@ -40,19 +42,24 @@ def readings(monkeypatch):
     return asked
 
 
+def read(watch, *steps):
+    """The records of these steps, of which each was computed and then done."""
+    for step in steps:
+        watch.during_step(SimpleNamespace(progress=Progress(step=step - 1)))
+        watch.after_step(None, SimpleNamespace(step=step))
+
+
 def test_a_reading_is_a_record_of_its_step(readings):
-    watch = GpuWatch(HERE, 5, print)
-    assert watch.record(6) is None
-    watch.begin()
-    assert watch.record(7) == RECORD and watch.record(8) is None
-    assert readings == [("GPU-1", False), ("GPU-1", True)]
+    found = []
+    read(GpuWatch(HERE, 7, found.append), *range(1, 9))
+    assert found == [RECORD] and readings == [("GPU-1", False), ("GPU-1", True)]
 
 
 def test_what_nvml_does_not_say_is_none(monkeypatch):
-    watch = GpuWatch(HERE, 0, print)
-    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
-    watch.begin()
-    assert watch.record(7) == GpuRecord(7)
+    found, answers = [], iter([READING, None])
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: next(answers))
+    read(GpuWatch(HERE, 7, found.append), 7)
+    assert found == [GpuRecord(7)]
     assert gpu_line(GpuRecord(7)) == "[G] step     7" and gpu_line(GpuRecord(7, watts=99.6)) == "[G] step     7 | 100 W"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmq.cli.train import options_of
 from llmq.data.batches.batch import step_of
-from llmq.training.identity import changes, settings
+from llmq.training.saving import changes
 
 RUN = ("--model=m", "--train-file=t.bin")
 
@@ -27,7 +27,8 @@ class Step:
 def resumed(before, now, *, start=("llmq-train",)):
     """What is said of a run with the flags `now` on a number of ranks, after one with those `before`."""
     (options, data), (others, other) = (opened(*each) for each in (before, now))
-    return changes(settings(options, data, start), others, other)
+    ran_as = {"ranks": data.world, "start": list(start), "rows": data.samples_per_step}
+    return changes({"options": options, "ran_as": ran_as}, others, other)
 
 
 def opened(flags, world):

@@ -173,23 +173,16 @@ def test_sections_on_the_console_are_plain_and_in_order(tmp_path: Path) -> None:
     console = io.StringIO()
     with RunLog(options(tmp_path / "log.jsonl"), console) as log:
         log.options({"model": "Qwen/Qwen2.5-0.5B", "train_file": ("a.bin", "b.bin"), "eval_file": None})
-        log.system({"device": "cpu"})
-        log.model("/models/qwen")
-        log.dataset([("a.bin", 1000), ("longer.bin", 234567)], [("e.bin", 12)], steps_per_epoch=9)
-        log.allocator({"Weights": 100.0, "Free": 300.0})
+        log.section("system", {"device": "cpu"}, "System 0")
+        log.section("model", {"path": "/models/qwen"})
         log.begin()
-    lines = console.getvalue().splitlines()
-    heads = [line for line in lines if not line.startswith(" ")]
-    assert heads == ["[Options]", "[System 0]", "Model: /models/qwen", "[Dataset]", "[Allocator State]"]
-    assert "  train_file : a.bin, b.bin" in lines
-    assert "  train: 235,567 tokens in 2 files" in lines
-    assert "    longer.bin          234,567 tokens" in lines
-    assert "  Weights        100.0 MiB" in lines
-    assert any("300 MiB (75%) are free" in line for line in lines)
+    assert console.getvalue().splitlines() == [
+        *("[Options]", "  model      : Qwen/Qwen2.5-0.5B", "  train_file : a.bin, b.bin", "  eval_file  : -"),
+        *("[System 0]", "  device : cpu"),
+    ]
     header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
-    assert (header["type"], header["schema"]) == ("header", 1)
-    assert header["dataset"]["train"][1] == {"path": "longer.bin", "tokens": 234567}
-    assert header["allocator"] == {"Weights": 100.0, "Free": 300.0}
+    assert (header["type"], header["schema"], header["allocator"]) == ("header", 1, None)
+    assert (header["system"], header["model"]) == ({"device": "cpu"}, {"path": "/models/qwen"})
 
 
 @pytest.mark.parametrize("verbosity", [-1, 0, 1])
@@ -198,7 +191,7 @@ def test_a_run_that_starts_again_repeats_no_section(tmp_path: Path, verbosity: i
     shown = io.StringIO()
     with RunLog(options(tmp_path / "log.jsonl", verbosity=verbosity), shown, again=True) as log:
         log.options({"name": "try"})
-        log.model("a", parameters=5)
+        log.section("system", {"device": "cpu"}, "System 0")
         log.warn("slow")
         log.begin(resume_step=3)
         log.notice("Continued from a checkpoint")
@@ -208,32 +201,15 @@ def test_a_run_that_starts_again_repeats_no_section(tmp_path: Path, verbosity: i
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["options"] == {"name": "try"}
 
 
-def test_what_lives_on_the_host_has_a_column(tmp_path: Path) -> None:
-    console = io.StringIO()
-    with RunLog(options(tmp_path / "log.jsonl"), console) as log:
-        log.allocator({"Adam M": 0.0, "Free": 300.0}, {"Adam M": 50.0, "Weights": 0.0})
-        log.begin()
-    lines = console.getvalue().splitlines()
-    assert "  Adam M          0.0 MiB         50.0 MiB" in lines and lines[1].split() == ["device", "host"]
-    header = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
-    assert header["host_memory"] == {"Adam M": 50.0} and header["allocator"]["Adam M"] == 0
-
-
-def test_no_hint_when_little_is_free(tmp_path: Path) -> None:
-    console = io.StringIO()
-    RunLog(options(tmp_path / "log.jsonl"), console).allocator({"Weights": 300.0, "Free": 100.0})
-    assert "Hint" not in console.getvalue()
-
-
 def test_colour_only_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     console = Terminal()
     log = RunLog(options(tmp_path / "log.jsonl"), console)
-    log.system({})
+    log.section("system", {}, "System 0")
     assert "\x1b[1m[System 0]\x1b[0m" in console.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
-    log.system({})
+    log.section("system", {}, "System 0")
     assert console.getvalue().endswith("\n[System 0]\n")
 
 
@@ -241,7 +217,7 @@ def test_lines_arrive_when_piped_in_the_c_locale(tmp_path: Path) -> None:
     code = (
         "import sys; from llmq.training.log import RunLog; from llmq.options.run import LogOptions\n"
         "o = LogOptions(name='n', log_file=sys.argv[1])\n"
-        "log = RunLog(o); log.model('caf\\u00e9/\\udcff'); log.begin(); input()"
+        "log = RunLog(o); log.say('Model: caf\\u00e9/\\udcff'); log.begin(); input()"
     )
     env = {
         **os.environ,

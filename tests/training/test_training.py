@@ -33,9 +33,9 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, fp8_watch, room, run_data
+from llmq.training import auto, fp8_watch, prepare
 from llmq.training.fp8_watch import CopyError
-from llmq.training.log_hook import NON_FINITE_LIMIT
+from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
@@ -74,10 +74,12 @@ def test_a_sample_is_evaluated_at_the_end_too_unless_all_is_asked_for(given):
 
 def test_an_error_is_the_first_thing_that_is_seen(given, monkeypatch):
     """The last checks are those of the memory and the disk."""
-    monkeypatch.setattr(room, "check_free_space", lambda needs: (_ for _ in ()).throw(StorageError("full")))
+    monkeypatch.setattr(prepare, "check_free_space", lambda needs: (_ for _ in ()).throw(StorageError("full")))
     with pytest.raises(StorageError, match="full"):
         llmq.train(**given)
-    monkeypatch.setattr(room, "refuse_if_too_large", lambda *arguments: (_ for _ in ()).throw(MemoryLimitError("big")))
+    monkeypatch.setattr(
+        prepare, "refuse_if_too_large", lambda *arguments: (_ for _ in ()).throw(MemoryLimitError("big"))
+    )
     with pytest.raises(MemoryLimitError, match="big"):
         llmq.train(**given)
     assert given["console"].getvalue() == ""
@@ -217,7 +219,7 @@ def test_a_run_on_a_stream_goes_on_with_the_same_bits(given, monkeypatch):
     def open_stream(options, vocab_size, seed, **about):
         return replace(open_data(options, vocab_size, seed, **about), train=number_stream(T, vocab_size, opened))
 
-    monkeypatch.setattr(run_data, "open_data", open_stream)
+    monkeypatch.setattr(prepare, "open_data", open_stream)
     whole = llmq.train(**{**given, "name": "whole"})
     llmq.train(**{**given, "ckpt_interval": 5, "ckpt_keep_n": 0})
     opened.clear()
