@@ -32,9 +32,8 @@ from golden.peft_judge import (
 )
 from safetensors.numpy import load_file
 
-from llmq.adapters.first_values import FirstAdapter
 from llmq.adapters.ia3 import Gains, scaled
-from llmq.adapters.lora import Lora
+from llmq.adapters.lora import FirstAdapter, Lora
 from llmq.adapters.merge import merge
 from llmq.adapters.part import PartOfModel
 from llmq.adapters.resolve import open_adapter

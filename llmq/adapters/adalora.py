@@ -22,10 +22,10 @@ import numpy as np
 from pydantic import PlainValidator
 
 from llmq.adapters.importance import Budget, Importance
-from llmq.adapters.lora import Lora, shared
+from llmq.adapters.lora import Lora
 from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
 from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Rank, Read, read_modules
-from llmq.adapters.targets import FILE, Target, outputs_of
+from llmq.adapters.targets import FILE, Target, outputs_of, shared
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig

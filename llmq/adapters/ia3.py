@@ -19,6 +19,7 @@ from llmq.adapters.targets import (
     FUSED,
     INWARD,
     LM_HEAD,
+    SCALED,
     Module,
     Target,
     chosen,
@@ -51,7 +52,7 @@ class Gains(Method):
         if options.ia3 is None:
             return None
         modules = chosen(options.ia3, config, "--ia3")
-        without_head(modules, "--ia3")
+        without_head(modules, f"--ia3 {SCALED} --ia3")
         also = trained_in_full(options.train_also, config, modules)
         return cls(scaled(modules), base=options.base_dtype, also=also)
 

@@ -6,7 +6,7 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -15,6 +15,7 @@ from typing import Any
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import EMBED_ROW, HEAD, padded_vocab, parameter_rows
+from llmq.options.adapters import AdapterOptions
 from llmq.row import Row
 
 MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
@@ -22,6 +23,8 @@ FILE = "adapter"  # the file of an adapter's rows
 LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
 FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
 INWARD = ("down_proj",)  # maps whose inputs IA3 scales
+SCALED = f"keeps what a map computes for the backward pass, which the logits are too large for: leave {LM_HEAD} out of"
+TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
 WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
 
 
@@ -117,6 +120,49 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def shared(options: AdapterOptions, config: ModelConfig) -> dict[str, Any]:
+    """What the options say of adapters of any kind, as arguments. UsageError."""
+    assert options.lora_targets is not None
+    assert options.lora_rank is not None and options.lora_alpha is not None
+    modules, rank, alpha = chosen(options.lora_targets, config), options.lora_rank, options.lora_alpha
+    if options.dora:
+        without_head(modules, f"--dora {SCALED} --lora-targets")
+    if options.lora_init in TAKEN_OUT and config.tie_embeddings:
+        what = f"--lora-init {options.lora_init} takes what adapters begin with out of the weights"
+        without_head(modules, f"{what}, and {LM_HEAD} is the embedding too: leave it out of --lora-targets")
+    patterns: dict[str, Any] = {
+        "ranks": _patterns("--lora-rank-pattern", options.lora_rank_pattern, int),
+        "alphas": _patterns("--lora-alpha-pattern", options.lora_alpha_pattern, float),
+    }
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "targets": targets(modules, rank, alpha, rslora=options.rslora, **patterns),
+        "dropout": options.lora_dropout or 0.0,
+        "bias": options.lora_bias or "none",
+        "base": options.base_dtype,
+        "also": trained_in_full(options.train_also, config, modules),
+        "plus": options.lora_plus_ratio or 1.0,
+    }
+
+
+def _patterns(option: str, text: str | None, kind: Callable[[str], float]) -> dict[str, Any]:
+    """What `PATTERN=NUMBER` with commas between says, in order. UsageError for what is no number above 0, and for a
+    pattern with two numbers."""
+    found: dict[str, Any] = {}
+    for one in text.split(",") if text else ():
+        name, _, said = one.strip().rpartition("=")
+        try:
+            number = kind(said)
+        except ValueError:
+            number = kind("0")
+        if not name or not 0 < number < math.inf:
+            raise UsageError(f"{option} {one.strip()}: write PATTERN=NUMBER with a number above 0, such as q_proj=32")
+        if found.setdefault(name, number) != number:
+            raise UsageError(f"{option} gives {name} twice, as {found[name]:g} and as {number:g}: remove one")
+    return found
+
+
 def targets(
     modules: Sequence[Module],
     rank: int,
@@ -148,22 +194,10 @@ def targets(
     return tuple(found)
 
 
-def without_head(modules: Sequence[Module], option: str = "--dora") -> None:
-    """UsageError if the head is among modules whose outputs are to be scaled."""
+def without_head(modules: Sequence[Module], why: str) -> None:
+    """UsageError if the head is among modules."""
     if any(module.name == LM_HEAD for module in modules):
-        raise UsageError(
-            f"{option} keeps what a map computes for the backward pass, which the logits are too large for: leave "
-            f"{LM_HEAD} out of {'--ia3' if option == '--ia3' else '--lora-targets'}"
-        )
-
-
-def untied_only(modules: Sequence[Module], init: str) -> None:
-    """UsageError if the head of a model that ties it is among modules whose weights are to change."""
-    if any(module.name == LM_HEAD for module in modules):
-        raise UsageError(
-            f"--lora-init {init} takes what adapters begin with out of the weights, and {LM_HEAD} is the "
-            "embedding too: leave it out of --lora-targets"
-        )
+        raise UsageError(why)
 
 
 def by_pattern(patterns: Mapping[str, float], name: str, otherwise: Any) -> Any:

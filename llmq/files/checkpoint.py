@@ -15,7 +15,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -144,7 +144,7 @@ def find(
             return None
         if not there:
             raise DataError(_none_there(folder))
-        return _first_sound(_newest_first(there.values()), warn, task, verified)
+        return _first_sound(there.values(), warn, task, verified)
     if re.fullmatch(r"[0-9]{1,18}", str(which)):
         step = int(str(which))
         if step not in there:
@@ -161,16 +161,12 @@ def find(
     return path
 
 
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """By the number of the save; those without one, which are damaged at first sight, before all others."""
+def _first_sound(paths: Iterable[Path], warn: Warn, task: StartTask, verified: bool) -> Path:
+    """The newest of `paths` that is not damaged; DataError, naming what is wrong with each, if all are."""
+    # By the number of the save; those without one, which are damaged at first sight, before all others.
     numbers = {path: manifest.save if (manifest := sound(path)) else math.inf for path in paths}
-    return sorted(numbers, key=lambda path: (numbers[path], path.name), reverse=True)
-
-
-def _first_sound(paths: Sequence[Path], warn: Warn, task: StartTask, verified: bool) -> Path:
-    """The first of `paths` that is not damaged; DataError, naming what is wrong with each, if all are."""
     problems = []
-    for path in paths:
+    for path in sorted(numbers, key=lambda path: (numbers[path], path.name), reverse=True):
         try:
             _check(path, task, verified)
         except DataError as error:

@@ -1,18 +1,13 @@
 """Real processes, one of which is killed, stopped, stuck or fails: the others say so and end with code 6, in time."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-from rank_threads import at_once
 
 from llmq.comm.membership import Membership
 from llmq.comm.store import Beat, StoreServer
@@ -243,55 +238,6 @@ def test_all_ranks_stopped_and_continued_are_not_lost(tmp_path):
         for process in ranks.all:
             process.send_signal(signal.SIGCONT)
         assert ranks.ends(0, 1, 2, within=30) == [(0, "", "")] * 3
-
-
-@contextmanager
-def watched(size, beats, monkeypatch, *, patience):
-    """Ranks in this process that are watched, and which ranks each hears are lost, where it would end the process."""
-    monkeypatch.setattr(os, "_exit", lambda code: None)
-    reports = [None] * size
-    server = StoreServer("127.0.0.1", 0, size, TOKEN, 20)
-    members = at_once(size, lambda rank: Membership.join("127.0.0.1", server.port, rank, size, TOKEN, 20))
-
-    def enter(rank):
-        heard = partial(reports.__setitem__, rank)
-        return stack.enter_context(
-            members[rank].watched(lambda: beats[rank], NOWHERE / "stacks", patience=patience, on_lost=heard)
-        )
-
-    try:
-        with ExitStack() as stack:
-            yield [enter(rank) for rank in range(len(beats))], members, reports
-    finally:
-        for member in members:
-            member.close()
-        server.close(grace=0)
-
-
-def wait_for(reports, *ranks):
-    """Until all of these have heard who is lost."""
-    until = time.monotonic() + 20
-    while not all(reports[rank] for rank in ranks) and time.monotonic() < until:
-        time.sleep(0.02)
-
-
-def test_a_rank_that_ends_before_it_is_watched_is_lost(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    with watched(2, [Beat(0, "", 0)], monkeypatch, patience=60.0) as (_, members, reports):
-        members[1]._channel.end()
-        wait_for(reports, 0)
-    assert reports == ["rank 1 is lost: its process has ended", None]
-
-
-@pytest.mark.parametrize(("keepers", "who"), [([0], "rank 0"), ([None], "the launcher")])
-def test_who_keeps_the_store_is_named_when_it_breaks_off(monkeypatch, tmp_path, keepers, who):
-    monkeypatch.chdir(tmp_path)
-    with watched(1, [Beat(7, "", 3)], monkeypatch, patience=60.0) as ([member], _, reports):
-        assert member._keepers == [0], "a rank in this process, as the store is"
-        member._keepers = keepers
-        member._channel.socket.shutdown(socket.SHUT_RD)
-        wait_for(reports, 0)
-    assert reports == [f"{who} is lost: it keeps the store; its connection has ended (the connection was closed)"]
 
 
 def test_a_store_that_is_gone_cannot_watch():

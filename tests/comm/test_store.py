@@ -270,6 +270,17 @@ def test_a_store_that_ends_says_so_to_ranks_that_are_still_there():
     assert members[0].lost_within(0.3) == ""
 
 
+@pytest.mark.parametrize(("keepers", "who"), [([0], "rank 0"), ([None], "the launcher")])
+def test_who_keeps_the_store_is_named_when_it_breaks_off(keepers, who):
+    with served(1) as server:
+        member = joined(server, 0, 1)
+        assert member._keepers == [0], "a rank in this process, as the store is"
+        member._keepers = keepers
+        member._channel.socket.shutdown(socket.SHUT_RD)
+        lost = member.lost_within(5)
+    assert lost == f"{who} is lost: it keeps the store; its connection has ended (the connection was closed)"
+
+
 def test_ranks_are_told_in_words():
     assert store.in_words([3]) == "rank 3"
     assert store.in_words([7, 1, 4, 6, 5]) == "ranks 1, 4 to 7"

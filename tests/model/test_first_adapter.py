@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from llmq.adapters import first_values
-from llmq.adapters.first_values import first_pair
+from llmq.adapters import lora
+from llmq.adapters.lora import first_pair
 
 SCALE = 2.5
 
@@ -37,7 +37,7 @@ def test_of_a_large_matrix_a_few_products_find_it(monkeypatch):
     """Within a hundredth of what is to be found, and the same in every run."""
     w = matrix(500, 700)
     exact = first_pair("pissa", w, 4, SCALE)
-    monkeypatch.setattr(first_values, "WHOLE", 16)
+    monkeypatch.setattr(lora, "WHOLE", 16)
     found, again = (first_pair("pissa", w, 4, SCALE) for _ in range(2))
     assert not np.array_equal(found[0], exact[0])
     assert all(np.array_equal(*one) for one in zip(found, again, strict=True))

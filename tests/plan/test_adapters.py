@@ -25,7 +25,7 @@ from tiny_engines import (
 from llmq.adapters.ia3 import scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.part import PartOfModel
-from llmq.adapters.targets import chosen, targets, trained_in_full, without_head
+from llmq.adapters.targets import chosen, targets, trained_in_full
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend
 from llmq.data.batches.batch import Batch
@@ -292,14 +292,6 @@ def test_one_layer_or_some_can_be_named():
         (
             lambda: scaled(chosen("q_proj", tiny()), {"model.layers.0.self_attn.q_proj"}),
             r"IA3 scales the inputs of .*q_proj, which llmq reads once for several maps",
-        ),
-        (
-            lambda: without_head(chosen("all,lm_head", tiny()), "--ia3"),
-            r"--ia3 keeps what a map computes .* leave lm_head out of --ia3",
-        ),
-        (
-            lambda: without_head(chosen("all,lm_head", tiny())),
-            r"--dora keeps what a map computes .* leave lm_head out of --lora-targets",
         ),
         (lambda: adapters("q_proj", also="heads"), r"--train-also heads: no module of the model has such a name"),
         (lambda: adapters("q_proj", also="q_proj"), r"q_proj trains .*q_proj in full, which has an adapter"),

@@ -193,9 +193,20 @@ def test_gains_are_exported(given):
     assert (config["peft_type"], config["feedforward_modules"]) == ("IA3", ["down_proj"])
 
 
-def test_a_tied_head_cannot_be_taken_out_of(given):
-    with pytest.raises(UsageError, match=r"--lora-init pissa takes .* lm_head is the embedding too: leave it out"):
-        llmq.train(**given, lora_rank=4, lora_init="pissa", lora_targets="all,lm_head")
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (
+            {"lora_rank": 4, "lora_init": "pissa"},
+            r"--lora-init pissa takes .* lm_head is the embedding too: leave it out",
+        ),
+        ({"lora_rank": 4, "dora": True}, r"--dora keeps what .* leave lm_head out of --lora-targets"),
+        ({"ia3": "all,lm_head"}, r"--ia3 keeps what a map computes .* leave lm_head out of --ia3"),
+    ],
+)
+def test_a_head_that_cannot_be_adapted_is_refused(given, own, says):
+    with pytest.raises(UsageError, match=says):
+        llmq.train(**given, **own, **({} if "ia3" in own else {"lora_targets": "all,lm_head"}))
 
 
 @pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
