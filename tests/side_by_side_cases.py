@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,15 @@ import numpy as np
 from golden import families
 from safetensors.numpy import save_file
 
+from llmq.options.parse import Options, descriptions
+
 VOCAB, SEQ_LEN, STEPS = 300, 32, 4
 # Several tiles of 128 rows, with a short last one, in gate and up; padding in the vocabulary.
 WIDTHS = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 176}
 MODELS = {"llama": "llama3", "qwen2": "qwen2.5_tied", "qwen3": "qwen3_tied", "window": "mistral"}
 UNTIED, TIED, NORMED, WINDOW = MODELS
 
-UNSET = """
-    revision tokenizer weight global_batch_size packing max_docs bf16_layers fp8_layers epochs warmup_ratio
-    vocab_size min_lr continue gpu save_best reset sample_prompts ray_address reduce_dtype
-    memcpy_all_gather memcpy_send_recv debug_memory memory_limit host_memory_limit fit_may
-    lora_rank lora_alpha lora_dropout lora_targets lora_bias lora_init adapter base_dtype train_only
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3
-    momentum prompt_tuning prompt_init prompt_init_text prefix_tuning
-    lora_rank_pattern lora_alpha_pattern lora_plus_ratio train_also ia3 adalora_target_rank adalora_warmup adalora_final
-    adalora_interval adalora_beta1 adalora_beta2 adalora_orth_reg
-"""
-OFF = """
-    from_scratch init_proj_to_zero fp8_fallback recompute_swiglu recompute_norm recompute_ffn recompute_qkv
-    recompute_att recompute_block offload_residual offload_master offload_opt_m offload_opt_v offload_optimizer
-    offload_gradients offload_quants use_zero_copy write_combined stream_weights fused_update fit
-    export_anyway dry_run shard_gradients shard_weights all_to_all_reduce rslora dora adalora merge nesterov
-"""
-SPELLED: dict[str, Any] = {
-    **dict.fromkeys(UNSET.split()),
-    **dict.fromkeys(OFF.split(), False),
+OURS: dict[str, Any] = {  # of every run; what else there is has the defaults of the present tree
     "train_file": "../../train.bin",
     "eval_file": "../../eval.bin",
     "batch_size": 2,
@@ -49,44 +34,21 @@ SPELLED: dict[str, Any] = {
     "lmhead_chunks": 1,
     "attn_bwd_chunks": 1,
     "seq_tiles": 1,
-    "persistent_quants": True,
-    "zero_level": 1,
-    "gradient_compression": "none",
     "steps": STEPS,
     "learning_rate": 1e-2,
     "lr_schedule": "cosine",
     "warmup": 1,
-    "cooldown": 0,
     "final_lr_fraction": 0.1,
-    "optimizer": "adamw",
-    "beta_1": 0.9,
-    "beta_2": 0.95,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.1,
-    "grad_clip": 1.0,
-    "clip_by": "this",
-    "z_loss": 0.0,
-    "neftune_alpha": 0.0,
     "name": "run",
-    "log_every": 1,
     "eval_every_n_steps": 3,
     "eval_num_steps": 2,
     "final_eval": "all",
-    "sample_tokens": 64,
-    "verbosity": 0,
-    "log_gpu_util": 0,
     "checkpoint_dir": "checkpoints",
     "ckpt_interval": 0,
     "ckpt_keep_n": 0,
-    "ckpt_major": 0,
     "out_dir": "model",
     "export_dtype": "fp32",
     "overwrite": True,
-    "gpus": 1,
-    "launcher": "auto",
-    "restart_failed": 0,
-    "use_cuda_graphs": True,
-    "deterministic": True,
     "seed": 5,
 }
 
@@ -111,6 +73,13 @@ RECOMPUTE = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 BF16_MOMENTS = {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"}
 
 
+@cache
+def spelled() -> dict[str, Any]:
+    """Every option of a run but those for --data."""
+    flat = Options.parse({"model": "m", **OURS}).to_flat()
+    return {key: OURS.get(key, value) for key, value in flat.items() if descriptions()[key].section != "source"}
+
+
 @dataclass(frozen=True)
 class Case:
     """A run with `options`, and with `then` a second one in the same folder that continues it.
@@ -127,7 +96,7 @@ class Case:
         """The options of each of its runs, which log to files of their own; `always` come before all others."""
         changes = [{}] if self.then is None else [{}, self.then]
         own = {**self.options, **(self.old if older else {})}
-        return [{**SPELLED, **own, **more, **always, "log_file": f"log-{n}.jsonl"} for n, more in enumerate(changes)]
+        return [{**spelled(), **own, **more, **always, "log_file": f"log-{n}.jsonl"} for n, more in enumerate(changes)]
 
 
 def _case(name: str, precision: Mapping[str, Any], model: str = UNTIED, **options: Any) -> Case:

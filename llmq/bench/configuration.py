@@ -50,18 +50,17 @@ GENERATED = {"from_scratch": True, "train_file": "generated"}  # in place of dat
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults for a kind of device; it is sure to reach `share` of the speed of light."""
+    """Defaults for a kind of device."""
 
     models: tuple[str, ...]
     tokens: int  # of a step
     seq_len: int
     batch_size: int  # at most
-    share: float
 
 
 DEFAULTS = {
-    "cuda": Defaults(("Qwen2.5-0.5B", "Qwen2.5-1.5B"), tokens=524_288, seq_len=1024, batch_size=32, share=0.25),
-    "cpu": Defaults(("tiny_llama3_50m",), tokens=1024, seq_len=128, batch_size=1, share=0.06),
+    "cuda": Defaults(("Qwen2.5-0.5B", "Qwen2.5-1.5B"), tokens=524_288, seq_len=1024, batch_size=32),
+    "cpu": Defaults(("tiny_llama3_50m",), tokens=1024, seq_len=128, batch_size=1),
 }
 
 

@@ -2,7 +2,7 @@
 
 With `--gpus N` it starts a process for each GPU, each with the arguments of the command.
 Without `--models` the device decides: models that fit its memory, in bf16 and in fp8 where the card has it,
-as many as can be measured in time at the speed of those before. A measurement that takes longer is cut short.
+in steps of fewer tokens, as many as can be measured in time. A measurement that takes longer is cut short.
 
 Of several GPUs every rank makes the same measurements in the same order. What depends on time or on free memory is
 agreed: a collective that one rank does not make would never end.
@@ -48,8 +48,8 @@ PROGRAM = "llmq.cli.start:bench"  # what every rank runs
 DEFAULT_LEVEL = 1  # of several GPUs
 LIMIT_S = 165.0  # for all configurations that were chosen here: under three minutes with the start of Python
 LADDER_S = 10.0  # of them: single ops, after the steps
-START_S = 15.0  # of a configuration: kernels, algorithms, weights, ladder
-CAUTION = 0.8  # of the last share of the speed of light is expected of the next
+START_S = 30.0  # at least, of a configuration: kernels, algorithms, weights, ladder
+FEW = 65_536  # tokens of a step of what was chosen here
 UNSHARED = -1  # the plan of a GPU that shares nothing, among those by level
 
 
@@ -125,7 +125,6 @@ def _check(
 def measured(request: BenchOptions, wanted: Sequence[Configuration], machine: Machine) -> Iterator[dict[str, Any]]:
     """The result of each configuration; without --models, of those that fit and can be measured in time."""
     defaults, began, done = DEFAULTS[machine.where.kind], time.perf_counter(), 0
-    share = defaults.share
     for one in wanted:
         backend = one.open_backend()
         try:
@@ -134,17 +133,13 @@ def measured(request: BenchOptions, wanted: Sequence[Configuration], machine: Ma
             if (request.models and len(request.batch_size) < 2) or (one is wanted[-1] and not done):
                 raise
             continue
-        tokens, limit_s = request.tokens_per_step or whole(defaults.tokens, plan), math.inf
-        if not request.models:
-            light = plan.spec.light_s(machine.peaks)
-            left = LIMIT_S - (time.perf_counter() - began)
-            in_time = tokens_in_time(tokens, plan, request.steps + request.warmup, light / share, left)
-            if in_time is None and done:
-                continue
-            tokens = request.tokens_per_step or in_time or whole(1, plan)
-            limit_s = LIMIT_S - LADDER_S - (time.perf_counter() - began)
-        result = measured_alone(one, plan, machine, tokens, backend, limit_s)
-        share, done = CAUTION * result["sol"], done + 1
+        few = defaults.tokens if request.models else min(defaults.tokens, FEW)
+        left_s = math.inf if request.models else LIMIT_S - (time.perf_counter() - began)
+        if done and left_s < START_S:
+            continue
+        tokens = request.tokens_per_step or whole(few, plan)
+        result = measured_alone(one, plan, machine, tokens, backend, left_s - LADDER_S)
+        done += 1
         yield result
         del backend
         gc.collect()  # the next configuration needs the memory
@@ -154,15 +149,6 @@ def whole(tokens: int, plan: Plan, num_ranks: int = 1) -> int:
     """The most tokens of whole micro-batches of all ranks up to `tokens`, and at least one of each."""
     micro = plan.spec.batch_size * plan.spec.seq_len * num_ranks
     return max(tokens // micro, 1) * micro
-
-
-def tokens_in_time(tokens: int, plan: Plan, count: int, seconds_per_token: float, left_s: float) -> int | None:
-    """`tokens`, halved until `count` steps of them end within `left_s`; None if one micro-batch takes longer."""
-    while START_S + count * tokens * seconds_per_token > left_s:
-        if tokens <= whole(1, plan):
-            return None
-        tokens = whole(tokens // 2, plan)
-    return tokens
 
 
 def measured_alone(

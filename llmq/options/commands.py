@@ -31,7 +31,9 @@ OF_RUNS = ("tokens_per_step", "steps", "warmup", "gpus", "zero_levels", "save", 
 
 class BenchOptions(Section):
     title = "What is measured"
-    tokens_per_step: Positive | None = option(None, "Tokens in an optimizer step.", shown="524288; on the CPU 1024")
+    tokens_per_step: Positive | None = option(
+        None, "Tokens in an optimizer step.", shown="524288, without --models 65536; on the CPU 1024"
+    )
     steps: Positive = option(10, "Optimizer steps to time.")
     warmup: Count = option(3, "Optimizer steps before those; two capture the graphs.")
     gpus: Count = option(1, "Measure one GPU, then this many together, with a process for each; 0 takes all.")

@@ -190,34 +190,23 @@ def choose(where, request=None, **training):
     )
 
 
-def test_without_arguments_an_h200_measures_full_steps_within_three_minutes(card):
+def test_without_arguments_an_h200_measures_all_within_three_minutes(card):
     seen, now = card()
     choose(H200)
-    assert seen[:2] == [("Qwen2.5-0.5B", "bf16", 32, 524288), ("Qwen2.5-0.5B", "e4m3", 32, 524288)]
-    assert seen[2][:2] == ("Qwen2.5-1.5B", "bf16") and seen[2][3] < 524288
-    assert 60 < now[0] < 175
+    assert [(model, dtype, tokens) for model, dtype, _, tokens in seen] == [
+        (model, dtype, 65536) for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")
+    ]
+    assert now[0] < 175
 
 
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [
-        ("RTX 4090", 0.3),
-        ("GB10", 0.6),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("H200", 0.1), ("A100 80GB", 0.6), ("L4", 0.1), ("GB10", 0.1))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "share"), [("RTX 4090", 0.3), ("GB10", 0.6), ("L4", 0.1)])
 def test_any_card_is_done_in_time(name, share, card):
     seen, now = card(share, batch_size=4)
     choose(Device("cuda", planned=gpus.named(name)))
     assert seen[0][:2] == ("Qwen2.5-0.5B", "bf16") and now[0] < 180
 
 
-@pytest.mark.parametrize(
-    "share", [0.02, 1.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.005, 0.06, 0.3))]
-)
+@pytest.mark.parametrize("share", [0.06, 1.5])
 def test_the_cpu_is_done_in_time_also_when_it_is_busy(share, card):
     seen, now = card(share)
     choose(CPU)
