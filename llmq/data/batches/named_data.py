@@ -17,8 +17,7 @@ from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.chat.template import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.find_sources import NAMES, find_anything
-from llmq.data.rows.request import Request, parsed_mapping
+from llmq.data.rows.find_sources import NAMES, Request, find_anything, parsed_mapping
 from llmq.data.stream import START
 from llmq.data.tokens.pipeline import tokenized
 from llmq.data.tokens.text import Texts

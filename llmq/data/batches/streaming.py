@@ -24,7 +24,7 @@ from llmq.data.batches.permutation import mixed
 from llmq.data.batches.rows import WINDOWS, RowForm, Rows, RowSource, aim, empty_rows
 from llmq.data.chat.encoded import Counts, notes
 from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.request import Request
+from llmq.data.rows.find_sources import Request
 from llmq.data.rows.row_files import BadRows
 from llmq.data.stream import START, Position, Stream
 from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.chat.template import PromptTemplate, RenderError
+from llmq.data.chat.template import Environment, RenderError, prompt_template
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
@@ -119,7 +119,7 @@ class Format:
     seen: frozenset[str]  # ours, of those that the first rows have or --map names
     how: str  # it was found
     is_chat: bool  # each row is a chat
-    template: PromptTemplate | None = None  # writes the prompt from all columns
+    template: Environment | None = None  # writes the prompt from all columns
     preamble: bool = True  # of Alpaca's prompt
 
     def describe(self) -> str:
@@ -143,12 +143,12 @@ def find_format(
     first: Sequence[Record],
     data_format: str | None = None,
     mapping: Sequence[tuple[str, str]] = (),
-    prompt_template: str | None = None,
+    prompt: str | None = None,
     preamble: bool = True,
 ) -> Format:
     """The format of data that begins with the rows `first`, or `data_format` itself with the columns found.
 
-    With a `prompt_template`, which writes the prompt, a format of prompts and answers needs the answer alone.
+    With `prompt`, a template which writes the prompt, a format of prompts and answers needs the answer alone.
 
     The first row that has a format decides; a later row of another one is a bad row. UsageError for an unknown format
     or mapping; DataError if there are no rows, or none has the columns of a format.
@@ -156,9 +156,9 @@ def find_format(
     if data_format is not None and data_format not in FORMATS:
         raise UsageError(f"--data-format {data_format} is not one of {', '.join(FORMATS)}")
     names = [data_format] if data_format else list(FORMATS)
-    if prompt_template is not None and not (names := [name for name in names if name in PAIRS]):
+    if prompt is not None and not (names := [name for name in names if name in PAIRS]):
         raise UsageError(f"--prompt-template: {data_format} rows have no prompt: leave one of the two out")
-    template = None if prompt_template is None else PromptTemplate(prompt_template)
+    template = None if prompt is None else prompt_template(prompt)
     known = {column for name in names for part in FORMATS[name] for column in part} | {"role", "content"}
     if unknown := [ours for ours, _ in mapping if ours not in known]:
         raise UsageError(
@@ -252,7 +252,7 @@ class _Row:
 def _pair(row: _Row) -> Pair:
     if row.form.template is not None:
         try:
-            prompt = row.form.template.render(row.value)
+            prompt = row.form.template.render(row.value).text
         except RenderError as error:
             raise row.bad(f"the prompt template fails: {error}; the columns are {', '.join(row.value)}") from None
         return Pair(prompt, row.filled(FORMATS[row.form.name][0][1]), prompt)

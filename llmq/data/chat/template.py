@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
+from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, nodes, pass_eval_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -56,18 +56,21 @@ class Rendering(NamedTuple):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Hugging Face's template language, for any number of threads; without `now`, templates see no time."""
+    """A template in Hugging Face's language, for any number of threads; without `now`, it sees no time."""
 
-    def __init__(self, now: datetime | None = None) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    def __init__(self, source: str, now: datetime | None = None, **more: Any) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], **more)
         self.lock = threading.Lock()  # a rendering is Python only: side by side, threads would gain nothing
-        self.has_generation = False  # whether a template of this environment has such blocks
+        self.has_generation = False  # whether it has such blocks
         self.deadline = 0.0
         self.written = 0  # characters that left the template so far
         self.generated: list[tuple[int, int, str]] = []  # spans of generation blocks, and what they hold
         self.filters |= {"tojson": _tojson, "random": _random}
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, **({"strftime_now": now.strftime} if now else {})}
+        with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
+            warnings.simplefilter("ignore")
+            self.template = self.from_string(source)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls `__obj` for a template; TemplateError after the deadline."""
@@ -75,19 +78,19 @@ class Environment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it does not end within {MAX_SECONDS:g} s")
         return super().call(__context, __obj, *args, **kwargs)
 
-    def render(self, template: Template, variables: Mapping[str, Any]) -> Rendering:
-        """What a template of this environment makes. RenderError if it raises, takes too long, or writes too much."""
+    def render(self, variables: Mapping[str, Any]) -> Rendering:
+        """What the template makes. RenderError if it raises, takes too long, or writes too much."""
         try:
             with self.lock:
-                return self._rendering(template, variables)
+                return self._rendering(variables)
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(_reason(error)) from None
 
-    def _rendering(self, template: Template, variables: Mapping[str, Any]) -> Rendering:
+    def _rendering(self, variables: Mapping[str, Any]) -> Rendering:
         self.deadline = time.monotonic() + MAX_SECONDS
         self.written, self.generated = 0, []
         pieces = []
-        for piece in template.generate(variables):
+        for piece in self.template.generate(variables):
             pieces.append(piece)
             self.written += len(piece)
             if self.written > MAX_OUTPUT:
@@ -143,15 +146,11 @@ class ChatTemplate:
     ) -> None:
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
         self.now = now or datetime.now()
-        self._environment = Environment(self.now)
         try:
-            with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
-                warnings.simplefilter("ignore")
-                self._template = self._environment.from_string(source)
+            self._environment = Environment(source, self.now)
         except TemplateSyntaxError as error:
-            raise DataError(
-                f"{origin}: the chat template is not Jinja: {error.message} (line {error.lineno})"
-            ) from None
+            said = f"{error.message} (line {error.lineno})"
+            raise DataError(f"{origin}: the chat template is not Jinja: {said}") from None
         except Exception as error:  # what Python's own compiler does not take: MemoryError, RecursionError, ...
             raise DataError(f"{origin}: the chat template cannot be compiled ({_reason(error)})") from None
         self.has_generation = self._environment.has_generation
@@ -166,7 +165,7 @@ class ChatTemplate:
         """A conversation's text. RenderError if the template raises, takes too long, or writes too much."""
         variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         written = [_with_reasoning(message) for message in messages]
-        return self._environment.render(self._template, {**self.variables, "messages": written, **variables})
+        return self._environment.render({**self.variables, "messages": written, **variables})
 
 
 def _reason(error: Exception) -> str:
@@ -286,21 +285,9 @@ def read_prompt_template(path: str) -> str:
         raise UsageError(f"--prompt-template {path} cannot be read: {reason}") from None
 
 
-class PromptTemplate:
-    """A Jinja template that writes a prompt from a row's columns, for any number of threads.
-
-    A null column is written as nothing. UsageError if it is no template.
-    """
-
-    def __init__(self, source: str) -> None:
-        self._environment = Environment()  # the same row has the same prompt on every day
-        self._environment.undefined = StrictUndefined
-        self._environment.finalize = lambda value: "" if value is None else value
-        try:
-            self._template = self._environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise UsageError(f"--prompt-template is not Jinja: {error.message} (line {error.lineno})") from None
-
-    def render(self, columns: Mapping[str, Any]) -> str:
-        """A row's prompt. RenderError if the template raises: for a column that is not there, say."""
-        return self._environment.render(self._template, columns).text
+def prompt_template(source: str) -> Environment:
+    """A template that writes a prompt from a row's columns; a null one is nothing. UsageError if it is no template."""
+    try:  # the same row has the same prompt on every day
+        return Environment(source, undefined=StrictUndefined, finalize=lambda value: "" if value is None else value)
+    except TemplateSyntaxError as error:
+        raise UsageError(f"--prompt-template is not Jinja: {error.message} (line {error.lineno})") from None

@@ -1,4 +1,5 @@
-"""Where text and rows come from: what is asked for by path or name, and which part of it is for evaluation."""
+"""What is to be tokenized: data that is asked for by path or name, the part of it that is for evaluation, and all else
+that the token files depend on, with their name in the cache."""
 
 from __future__ import annotations
 
@@ -6,16 +7,21 @@ import glob
 import hashlib
 import http.client
 import os
+import re
 import urllib.request
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from fractions import Fraction
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
+from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.file_rows import (
     FileRows,
     HeldShare,
@@ -27,8 +33,11 @@ from llmq.data.rows.file_rows import (
     train_test_order,
 )
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
-from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, RowFile
+from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, BadRow, Record, RowFile
+from llmq.data.tokens.cache import content_hash, is_whole, key_of
+from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
 from llmq.data.tokens.text import Document, Texts, open_documents, split
+from llmq.data.tokens.tokenizer import TextTokenizer, copied_files
 from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError, UsageError, all_problems
 
@@ -38,6 +47,8 @@ TINY = "tiny-shakespeare"
 TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = 30.0
+FORMAT = 4  # of what is made; a new one leaves what is in the cache aside
+LOOKED_AT = 32  # rows that the format is found from
 
 
 @dataclass(frozen=True)
@@ -315,3 +326,96 @@ def tiny_shakespeare() -> Path:
         raise DataError(f"{TINY_URL} gave {len(content)} bytes that are not {TINY}: save the text as {path}")
     write_whole(path, content)
     return path
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Data that is to be tokenized, and how."""
+
+    found: Found
+    tokenizer: TextTokenizer
+    encode: EncodeOptions = field(default_factory=EncodeOptions)
+    skip_bad_rows: int = 0
+
+    @cached_property
+    def key(self) -> str:
+        """A name for what is made: that of the same data, tokenizer, template and options.
+
+        Without the date that a template may write: what is tokenized keeps the one of its first day, so that a run is
+        continued on the same tokens on the next.
+        """
+        options, folder = asdict(self.encode), self.tokenizer.folder
+        if self.encode.chat_template is not None:
+            options["chat_template"] = [source for source, _ in chosen_templates(folder, self.encode.chat_template)]
+        files = copied_files(folder)  # all that is used of the folder, and what lies beside the tokens
+        of_tokenizer = [self.tokenizer.eos_token_id, *([path.name, content_hash(path)] for path in files)]
+        # How many bad rows are allowed changes nothing in what is made without an error.
+        return key_of([FORMAT, PART_TOKENS, self.found.identity(), of_tokenizer, options])
+
+    @cached_property
+    def first_rows(self) -> list[Record]:
+        """The first good rows of the training data; DataError if the data begins with LOOKED_AT bad ones."""
+        assert not isinstance(self.found.train, Texts)
+        first = [row for _, row in islice(self.found.train.read(), LOOKED_AT)]
+        if not first:
+            raise DataError(f"{self.found.name} has no rows: give data with rows")
+        if isinstance(first[0], BadRow) and all(isinstance(row, BadRow) for row in first):
+            raise first[0]
+        return [row for row in first if isinstance(row, Record)]
+
+    def encoder(self, now: datetime | None = None) -> Encoder | None:
+        """The encoder of rows, with the time `now` for templates (None: the clock's); None for text files."""
+        if self.found.is_rows:
+            return open_encoder(self.first_rows, self.tokenizer, self.encode, now)
+        options = self.encode
+        for_rows = {
+            f"--data-format {options.data_format}": options.data_format not in (None, "text"),
+            "--map": bool(options.mapping),
+            "--prompt-template": options.prompt_template is not None,
+            "--no-preamble": not options.preamble,
+            "--chat-template": options.chat_template is not None,
+            f"--train-on {options.train_on}": options.train_on not in (None, "all"),
+            f"--seq-len {options.seq_len} with --overlong {options.overlong}": options.seq_len is not None,
+        }
+        if wrong := ", ".join(name for name, is_given in for_rows.items() if is_given):
+            raise UsageError(f"{wrong}: for data in rows, but {self.found.name} is text")
+        return None
+
+    def work(self, part: Texts | RowSequence, encoder: Encoder | None) -> Work:
+        """How the training data or the part for evaluation becomes tokens."""
+        if isinstance(part, Texts):
+            return TextWork(part.documents, self.tokenizer)
+        assert encoder is not None
+        return RowWork(part, encoder)
+
+    @property
+    def entry(self) -> Path:
+        """Where its token files are in the cache, or will be."""
+        title = re.sub(r"[^\w.-]+", "-", self.found.title)[:60]
+        return cache_folder("tokens") / f"{title}-{self.key}"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the cache has all the files that were made for it."""
+        return is_whole(self.entry)
+
+    def settled(self) -> Request:
+        """The request with a limit on the tokens of a row only where that changes them, so that text has one entry for
+        all. An entry of the cache that is there decides it without a look at the rows."""
+        if self.encode.overlong != "turns" or self.encode.seq_len is None:
+            return self
+        whole = replace(self, encode=replace(self.encode, seq_len=None))
+        if not self.found.is_rows or whole.is_made:
+            return whole
+        # text has no turns, of which too many could be in a row
+        return self if self.is_made or self.encode.format_of(self.first_rows).name != "text" else whole
+
+
+def parsed_mapping(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Pairs (ours, theirs) of --map OURS=THEIRS; UsageError names what is of another form or given twice."""
+    pairs = [(ours, theirs) for ours, _, theirs in (text.partition("=") for text in texts)]
+    if wrong := [text for text, pair in zip(texts, pairs, strict=True) if not all(pair)]:
+        raise UsageError(f"--map {', '.join(wrong)}: give OURS=THEIRS, for example messages=conversations")
+    if twice := sorted(name for name, count in Counter(ours for ours, _ in pairs).items() if count > 1):
+        raise UsageError(f"--map: {', '.join(twice)} is given twice: give each of our names once")
+    return tuple(pairs)

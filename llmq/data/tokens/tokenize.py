@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.data.chat.encode import EncodeOptions, Encoder, show
 from llmq.data.chat.encoded import Counts, Encoded, notes
-from llmq.data.rows.find_sources import Found, find
-from llmq.data.rows.request import Request
+from llmq.data.rows.find_sources import Found, Request, find
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import Producer, TokenStream

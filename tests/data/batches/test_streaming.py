@@ -21,8 +21,7 @@ from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
 from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare
-from llmq.data.rows.find_sources import Found
-from llmq.data.rows.request import Request
+from llmq.data.rows.find_sources import Found, Request
 from llmq.data.rows.row_files import RowFile
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import RowTokens

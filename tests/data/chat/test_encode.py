@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def qwen() -> TextTokenizer:
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 
 
-def records(rows: list[dict]) -> list[Record]:
+def records(rows: Sequence[dict]) -> list[Record]:
     return [Record(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, 1)]
 
 
@@ -47,6 +48,12 @@ def gsm8k(path: Path) -> list[Record]:
 
 def opened(rows: list[Record], tokenizer: TextTokenizer, **options) -> Encoder:
     return open_encoder(rows[:8], tokenizer, EncodeOptions(**options))
+
+
+def made(tokenizer: TextTokenizer, *rows: dict, **options) -> tuple[Encoder, list[Encoded]]:
+    """An encoder for rows, and the documents that it made of them."""
+    encoder = opened(records(rows), tokenizer, **options)
+    return encoder, encoder.encode(records(rows))
 
 
 def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
@@ -102,18 +109,12 @@ def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(
 
 def test_chats_that_become_several_documents_are_counted(small):
     """Qwen3's template writes earlier turns without their reasoning, so each turn is a document of its own."""
-    rows = records([{"messages": [*ONE, *ONE]}, {"messages": ONE}, {"messages": [*ONE, *ONE, *ONE]}])
-    encoder = opened(rows, small, chat_template=source("qwen3"))
-    assert len(encoder.encode(rows)) == 6
-    said = notes(encoder.counts, None, "turns", 0)
-    (line,) = [line for line in said if "documents" in line]
-    assert line == (
-        "2 chats became 5 documents, as the chat template writes earlier turns differently from the last one: each of "
-        "their turns is trained in a document that ends with it"
-    )
-    plain = opened(rows, small)
-    plain.encode(rows)
-    assert not [line for line in notes(plain.counts, None, "turns", 0) if "documents" in line]
+    rows = [{"messages": ONE * count} for count in (2, 1, 3)]
+    encoder, documents = made(small, *rows, chat_template=source("qwen3"))
+    assert (len(documents), encoder.counts.rows, encoder.counts.documents) == (6, 3, 6)
+    (line,) = notes(encoder.counts, None, "turns", 0)
+    assert line.startswith("2 chats became 5 documents, as the chat template writes earlier turns differently")
+    assert notes(made(small, *rows)[0].counts, None, "turns", 0) == []
 
 
 def trl_templates() -> list[Path]:
@@ -193,7 +194,7 @@ def tokenizer_with(folder: Path, chat_template: str | None, without: tuple[str, 
 
 def encoded(tokenizer: TextTokenizer, row: dict, **options) -> str:
     """The only document of a row."""
-    (document,) = opened(records([row]), tokenizer, **options).encode(records([row]))
+    _, (document,) = made(tokenizer, row, **options)
     return shown(tokenizer, document)
 
 
@@ -263,18 +264,15 @@ def test_texts_and_prompts_begin_with_bos_where_the_tokenizer_puts_it(tmp_path, 
 
 def test_a_special_token_in_text_is_text_and_in_a_chat_itself(small):
     end = small.encoder.token_to_id("<|im_end|>")
-    rows = records([{"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "b"}]}])
-    encoder = opened(rows, small)
-    (document,) = encoder.encode(rows)
+    said = [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "b"}]
+    encoder, (document,) = made(small, {"messages": said})
     assert (document.ids == end).sum() == 4 and encoder.counts.spelled == 1
-    rows = records([{"question": "<|im_end|>?", "answer": "b"}])
-    assert end not in opened(rows, small).encode(rows)[0].ids
+    assert end not in made(small, {"question": "<|im_end|>?", "answer": "b"})[1][0].ids
 
 
 def test_a_chat_without_an_answer_is_counted_and_left_out(small):
-    rows = records([{"messages": ONE}, {"messages": ONE[:1]}, {"messages": ONE}])
-    encoder = opened(rows, small)
-    assert [document.place for document in encoder.encode(rows)] == ["rows.jsonl:1", "rows.jsonl:3"]
+    encoder, documents = made(small, {"messages": ONE}, {"messages": ONE[:1]}, {"messages": ONE})
+    assert [document.place for document in documents] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert (encoder.counts.rows, encoder.counts.documents, encoder.counts.untrained) == (3, 2, 1)
 
 
@@ -283,10 +281,9 @@ def test_a_chat_without_an_answer_is_counted_and_left_out(small):
     [("truncate", ["abcd[efgh]"], 1), ("split", ["abcd[efgh]", "[ij</s>]", "[k</s>]"], 0), ("drop", [], 0)],
 )
 def test_overlong_rows_are_cut_split_or_dropped_and_counted(small, overlong, expected, untrained):
-    rows = records([{"prompt": "abcd", "completion": "efghij"}, {"prompt": "abcdefgh", "completion": "k"},
-                    {"prompt": "a", "completion": "fits in"}])  # fmt: skip
-    encoder = opened(rows, small, overlong=overlong, seq_len=8)
-    documents = encoder.encode(rows)
+    pairs = (("abcd", "efghij"), ("abcdefgh", "k"), ("a", "fits in"))
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    encoder, documents = made(small, *rows, overlong=overlong, seq_len=8)
     assert [shown(small, document) for document in documents[:-1]] == expected
     assert shown(small, documents[-1]) == "a[fits in</s>]" and len(documents[-1].ids) == 8
     assert (encoder.counts.overlong, encoder.counts.untrained) == (2, untrained)
@@ -313,9 +310,7 @@ SAYS = [
 )
 def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, row):
     """The ids are those of the conversation without the keys, the mask is that of the other turns."""
-    rows = records([row])
-    encoder = opened(rows, small, chat_template=CHATML)
-    (document,) = encoder.encode(rows)
+    encoder, (document,) = made(small, row, chat_template=CHATML)
     text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in SAYS)
     expected = text.replace("one<|im_end|>", "[one<|im_end|>]").replace("three<|im_end|>", "[three<|im_end|>]")
     assert shown(small, document) == expected and encoder.counts.masked == 1
@@ -323,9 +318,9 @@ def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, ro
 
 
 def test_the_keys_that_say_it_are_not_written_even_by_a_template_that_writes_all(small):
-    rows = records([{"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}])
-    (document,) = opened(rows, small, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}").encode(rows)
-    assert "weight" not in shown(small, document) and '"x": 2' in shown(small, document)
+    row = {"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}
+    text = encoded(small, row, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    assert "weight" not in text and '"x": 2' in text
 
 
 def test_a_chat_keeps_the_whole_turns_that_fit(small):
@@ -377,10 +372,9 @@ def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_o
 
 
 def test_all_of_a_chat_is_cut_at_ends_of_messages(small):
-    rows = records([{"messages": SAYS}])
     sizes = set()
     for limit in range(1, 80):
-        for document in opened(rows, small, chat_template=CHATML, train_on="all", seq_len=limit).encode(rows):
+        for document in made(small, {"messages": SAYS}, chat_template=CHATML, train_on="all", seq_len=limit)[1]:
             assert shown(small, document).endswith("<|im_end|>\n]")
             sizes.add(len(document.ids))
     assert len(sizes) == len(SAYS)
@@ -389,11 +383,10 @@ def test_all_of_a_chat_is_cut_at_ends_of_messages(small):
 def test_a_turn_without_end_token_is_whole_with_the_one_that_is_added(small):
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    rows = records([{"messages": ONE}])
-    (whole,) = opened(rows, small, chat_template=plain).encode(rows)
+    _, (whole,) = made(small, {"messages": ONE}, chat_template=plain)
     assert whole.ids[-1] == small.eos_token_id
     for limit, kept in ((len(whole.ids), 1), (len(whole.ids) - 1, 0)):
-        assert len(opened(rows, small, chat_template=plain, seq_len=limit).encode(rows)) == kept
+        assert len(made(small, {"messages": ONE}, chat_template=plain, seq_len=limit)[1]) == kept
 
 
 @pytest.mark.parametrize(
@@ -411,48 +404,24 @@ def test_a_turn_without_end_token_is_whole_with_the_one_that_is_added(small):
     ],
 )
 def test_no_half_answer_is_kept_of_other_rows_and_text_stays_whole(small, row, limit, kept):
-    encoder = opened(records([row]), small, seq_len=limit)
-    assert [shown(small, document) for document in encoder.encode(records([row]))] == [kept] * (kept is not None)
+    encoder, documents = made(small, row, seq_len=limit)
+    assert [shown(small, document) for document in documents] == [kept] * (kept is not None)
     assert encoder.counts.too_long == (kept is None)
 
 
 def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
-    rows = records(
-        [{"messages": SAYS}, {"messages": SAYS[:2]}, {"messages": [{**SAYS[0], "content": "a" * 50}, SAYS[1]]}]
-    )
-    size = max(len(document.ids) for document in opened(rows, small, chat_template=CHATML).encode(rows))
-    encoder = opened(rows, small, chat_template=CHATML, seq_len=40)
-    encoder.encode(rows)
+    rows = [{"messages": SAYS}, {"messages": SAYS[:2]}, {"messages": [{**SAYS[0], "content": "a" * 50}, SAYS[1]]}]
+    size = max(len(document.ids) for document in made(small, *rows, chat_template=CHATML)[1])
+    encoder, _ = made(small, *rows, chat_template=CHATML, seq_len=40)
+    kept = "rows of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does"
+    assert kept in encoder.describe().splitlines()
     assert notes(encoder.counts, 40, "turns", 0) == [
-        "2 rows of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does "
-        f"(1 rows and 3 trained turns are left out): --seq-len {size} keeps all"
+        f"2 {kept} (1 rows and 3 trained turns are left out): --seq-len {size} keeps all"
     ]
-    assert (
-        "rows of more than 40 tokens keep the whole turns that fit, and are left out if no trained one does"
-        in encoder.describe()
-    )
-    pair = records([{"prompt": "abcd", "completion": "efg"}])
-    encoder = opened(pair, small, seq_len=7)
-    encoder.encode(pair)
-    assert notes(encoder.counts, 7, "turns", 0) == [
-        "1 rows of more than 7 tokens keep the whole turns that fit, and are left out if no trained one does "
-        "(1 rows and 1 trained turns are left out): --seq-len 8 keeps all"
-    ]
-    encoder = opened(pair, small, seq_len=7, overlong="truncate")
-    encoder.encode(pair)
+    encoder, _ = made(small, {"prompt": "abcd", "completion": "efg"}, seq_len=7, overlong="truncate")
     assert notes(encoder.counts, 7, "truncate", 0) == [
         "1 rows of more than 7 tokens are cut off: --seq-len 8 keeps all"
     ]
-
-
-def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_path):
-    tokenizer = tokenizer_with(tmp_path, source("qwen3"))
-    rows = records([{"messages": REASONED}])
-    encoder = opened(rows, tokenizer)
-    first, second = (shown(tokenizer, document) for document in encoder.encode(rows))
-    assert "[<think>\nTwo and two.\n</think>\n\n4.<|im_end|>]\n" in first and "3 + 3" not in first
-    assert "\n4.<|im_end|>\n" in second and "[<think>\nThree and three." in second
-    assert (encoder.counts.rows, encoder.counts.documents) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -466,28 +435,25 @@ def test_reasoning_that_the_template_drops_makes_a_document_of_each_turn(tmp_pat
 )
 def test_every_token_that_ends_a_trained_turn_is_an_end_token(tmp_path, template, rows, ends):
     tokenizer = tokenizer_with(tmp_path, source(template) if template.isalnum() else template)
-    encoder = opened(records([{"messages": row} for row in rows]), tokenizer)
-    encoder.encode(records([{"messages": row} for row in rows]))
+    encoder, _ = made(tokenizer, *({"messages": row} for row in rows))
     assert {tokenizer.encoder.id_to_token(number) for number in encoder.end_token_ids} == ends
 
 
 def test_end_tokens_are_known_before_the_first_row(small):
     end = (small.encoder.token_to_id("<|im_end|>"),)
-    assert opened(records([{"messages": ONE}]), small).end_token_ids == end
-    assert opened(records([{"text": "a"}]), small).end_token_ids == (small.eos_token_id,)
-    rows = records([{"input_ids": [3, small.eos_token_id]}])
-    encoder = opened(rows, small)
-    assert encoder.end_token_ids == ()
-    encoder.encode(rows)
-    assert encoder.end_token_ids == (small.eos_token_id,)
+    ids = records([{"input_ids": [3, small.eos_token_id]}])
+    for rows, known in (
+        (records([{"messages": ONE}]), end),
+        (records([{"text": "a"}]), (small.eos_token_id,)),
+        (ids, ()),
+    ):
+        assert opened(rows, small).end_token_ids == known
+    assert made(small, ids[0].value)[0].end_token_ids == (small.eos_token_id,)
 
 
 def test_counts_of_several_encoders_add_up(small):
-    rows = records([{"messages": ONE}, {"messages": ONE[:1]}])
-    whole, one, other = (opened(rows, small) for _ in range(3))
-    whole.encode(rows)
-    one.encode(rows[:1])
-    other.encode(rows[1:])
+    rows = [{"messages": ONE}, {"messages": ONE[:1]}]
+    whole, one, other = (made(small, *some)[0] for some in (rows, rows[:1], rows[1:]))
     one.counts.add(other.counts)
     assert one.counts == whole.counts
 
@@ -500,12 +466,10 @@ def test_pad_may_be_eos(tmp_path):
 
 
 def test_an_end_marker_that_is_not_one_token_is_an_error(tmp_path):
-    rows = records([{"messages": ONE}])
-    tokenizer = tokenizer_with(tmp_path / "a", source("chatml"), without=("<|im_end|>",))
-    with pytest.raises(
-        DataError, match=r"ends a turn with <\|im_end\|>, which is 10 tokens \(< \| i m _ e n d \| >\) of"
-    ):
-        opened(rows, tokenizer)
+    tokenizer = tokenizer_with(tmp_path, source("chatml"), without=("<|im_end|>",))
+    says = r"ends a turn with <\|im_end\|>, which is 10 tokens \(< \| i m _ e n d \| >\) of"
+    with pytest.raises(DataError, match=says):
+        opened(records([{"messages": ONE}]), tokenizer)
 
 
 def test_an_encoder_says_what_it_does(small, tmp_path):

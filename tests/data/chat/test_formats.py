@@ -177,7 +177,7 @@ def test_a_prompt_template_writes_the_prompt_from_all_columns():
     row = {"title": "Tides", "year": 1912, "note": None, "response": "b"}
 
     def prompt(source, **more):
-        form = find_format([record({**row, **more})], prompt_template=source)
+        form = find_format([record({**row, **more})], prompt=source)
         return form.read(record({**row, **more}), VOCABULARY)
 
     assert prompt("{{ title }} ({{ year }}){{ note }}\n") == Pair("Tides (1912)", "b", "Tides (1912)")
@@ -190,10 +190,10 @@ def test_a_prompt_template_writes_the_prompt_from_all_columns():
     with pytest.raises(UsageError, match=r"--prompt-template is not Jinja: .* \(line 1\)"):
         prompt("{{ title")
     with pytest.raises(DataError, match=r"no format: prompt-completion \(completion\); alpaca \(output\); question"):
-        find_format([record({"title": "a"})], prompt_template="{{ title }}")
+        find_format([record({"title": "a"})], prompt="{{ title }}")
     with pytest.raises(UsageError, match="--prompt-template: text rows have no prompt"):
-        find_format([record({"text": "a"})], "text", prompt_template="{{ text }}")
-    assert "the prompt written by --prompt-template" in find_format([record(row)], prompt_template="x").describe()
+        find_format([record({"text": "a"})], "text", prompt="{{ text }}")
+    assert "the prompt written by --prompt-template" in find_format([record(row)], prompt="x").describe()
 
 
 def test_alpacas_preamble_can_be_left_out():

@@ -20,9 +20,8 @@ import pytest
 from token_files import verified
 
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows import request
-from llmq.data.rows.find_sources import Found, find
-from llmq.data.rows.request import Request
+from llmq.data.rows import find_sources
+from llmq.data.rows.find_sources import Found, Request, find
 from llmq.data.rows.row_files import Record
 from llmq.data.tokens import pipeline
 from llmq.data.tokens import text as text_files
@@ -39,12 +38,12 @@ DRIVER = """
 import json, os, sys
 from llmq.data.tokens import pipeline
 from llmq.data.tokens.cache import Manifest
-from llmq.data.rows import request
+from llmq.data.rows import find_sources
 from llmq.data.tokens import text
 from llmq.data.tokens import tokenize
 os.fsync = lambda fd: None
 small, arguments = json.loads(sys.argv[1])
-for module in (pipeline, request, text):
+for module in (pipeline, find_sources, text):
     for name, value in small.items():
         if hasattr(module, name):
             setattr(module, name, value)
@@ -56,7 +55,7 @@ tokenize.tokenize_data(**arguments)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts and batches; they are not forced onto the disk, which only a loss of power would show."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    for module in (pipeline, request, text_files):
+    for module in (pipeline, find_sources, text_files):
         for name, value in SMALL.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
