@@ -28,7 +28,7 @@ from rich.console import Group
 from rich.text import Text as Styled
 
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, shortened, trained_runs
-from llmq.data.chat.formats import PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
 from llmq.data.chat.template import MARKER, OWN, RenderError, open_templates
 from llmq.data.rows.row_files import BadRow, Record
@@ -250,6 +250,7 @@ class ChatEncoder(Encoder):
         """
         self.templates = open_templates(self.tokenizer.folder, self.options.chat_template, now)
         self.template_note = self.templates.note
+        self._read_keys = KNOWN_KEYS | self.templates.words
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
         self.encoder = copy.deepcopy(self.tokenizer.encoder)
@@ -320,6 +321,8 @@ class ChatEncoder(Encoder):
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
+        for key in {key for message in chat.messages for key in message} - self._read_keys:
+            self.counts.unread[key] = self.counts.unread.get(key, 0) + 1
         return made, [sample.text for sample in made]
 
     def _encodings(self, texts: list[str]) -> Iterator[Any]:

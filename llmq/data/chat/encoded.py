@@ -27,6 +27,7 @@ class Counts:
     divided: int = 0  # chats that the template makes several documents of
     divided_into: int = 0  # documents
     masked: int = 0  # turns that are not trained because their messages say so
+    unread: dict[str, int] = field(default_factory=dict)  # keys of messages that no template reads, with their rows
     end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
 
     def add(self, other: Counts) -> None:
@@ -35,6 +36,8 @@ class Counts:
             mine = getattr(self, name)
             if name == "end_tokens":
                 mine |= value
+            elif name == "unread":
+                mine.update({key: mine.get(key, 0) + count for key, count in value.items()})
             else:
                 setattr(self, name, max(mine, value) if name == "longest" else mine + value)
 
@@ -59,6 +62,9 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
         lines.append(
             f"{counts.overlong:,} rows of more than {seq_len:,} tokens {done}: --seq-len {counts.longest} keeps all"
         )
+    if counts.unread:
+        unread = ", ".join(f"{key} ({rows:,})" for key, rows in sorted(counts.unread.items()))
+        lines.append(f"messages have keys that the chat template does not read, and nothing else does (rows): {unread}")
     return lines
 
 

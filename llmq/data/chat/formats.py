@@ -70,8 +70,8 @@ Content = Text | Pair | Chat | Tokens
 # Columns of each format: those that a row must have, those that it may have, in the order in which they are looked for.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokens": (("input_ids",), ("labels", "attention_mask")),
-    "messages": (("messages",), ("tools",)),
-    "sharegpt": (("conversations",), ("system", "tools")),
+    "messages": (("messages",), ("tools", "train_on")),
+    "sharegpt": (("conversations",), ("system", "tools", "train_on")),
     "prompt-completion": (("prompt", "completion"), ()),
     "alpaca": (("instruction", "output"), ("input", "system")),
     "question-answer": (("question", "answer"), ()),
@@ -90,6 +90,8 @@ CHAT_COLUMNS = ("messages", "conversations")
 # How a message of each format that can be a chat is written.
 _OPENAI = ("role", "content")
 MESSAGE_KEYS = {"messages": _OPENAI, "prompt-completion": _OPENAI, "sharegpt": ("from", "value")}
+# Keys of a message that are of no interest where a template does not read them; for tool_calls see masks.unwritten.
+KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 # What ShareGPT and those who write like it call the roles.
 SHAREGPT_ROLES = {
@@ -99,8 +101,10 @@ SHAREGPT_ROLES = {
     **{role: role for role in ROLES},
 }
 # What a message that is context only (a bad answer, say) has as 0 or false: `weight` (OpenAI, Mistral, OpenChat),
-# `train` or `training` (axolotl), `loss` (ms-swift, XTuner, AgentInstruct), or one of the others.
+# `train` or `training` (axolotl), `loss` (ms-swift, XTuner, AgentInstruct), or one of the others. Or the row has a list
+# with a value for each message, or each of the assistant's; null says nothing.
 TURN_KEYS = ("weight", "train", "training", "train_on", "train_on_turn", "loss")
+TURN_COLUMNS = ("train_on", "train_on_turns", "weights")
 DETAIL_KEYS = ("train_detail", "training_detail")  # axolotl's, for parts of a turn
 # Stanford Alpaca's, by whether the row has an input.
 PREAMBLES = {
@@ -323,8 +327,8 @@ def _chat(row: _Row) -> Chat:
 
 
 def _untrained(row: _Row, messages: list[dict[str, Any]]) -> set[int]:
-    """The indices of the messages that say that they are not trained; takes the keys that say it out of them."""
-    found = set()
+    """The indices of the messages that are not to be trained; takes the keys that say it out of them."""
+    found, lists = set(), _by_turn(row, messages)
     for turn, message in enumerate(messages):
         place = f"message {turn + 1}"
         if detail := next((key for key in DETAIL_KEYS if key in message), None):
@@ -332,6 +336,7 @@ def _untrained(row: _Row, messages: list[dict[str, Any]]) -> set[int]:
                 f"{place} has {detail}, for parts of a turn, but only whole turns can be left out: take it out"
             )
         said = {key: message.pop(key) for key in TURN_KEYS if key in message}
+        said |= {f"the column {name}": values[turn] for name, values in lists.items() if values.get(turn) is not None}
         for key, value in said.items():
             if not isinstance(value, bool | int | float) or value not in (0, 1):
                 shown = json.dumps(value, default=str)[:40]
@@ -341,6 +346,24 @@ def _untrained(row: _Row, messages: list[dict[str, Any]]) -> set[int]:
             raise row.bad(f"{place} is both to be trained and not to be trained ({each}): remove one of these")
         if not all(said.values()):
             found.add(turn)
+    return found
+
+
+def _by_turn(row: _Row, messages: list[dict[str, Any]]) -> dict[str, dict[int, Any]]:
+    """By column, what the row's lists say of its messages, by their indices."""
+    found, given = {}, row.form.columns.get("train_on")
+    names = () if given is None else TURN_COLUMNS if given in TURN_COLUMNS else (given,)
+    for name, values in ((name, row.value[name]) for name in names if row.value.get(name) is not None):
+        turns = list(range(len(messages)))
+        if isinstance(values, list) and len(values) != len(turns):
+            turns = [turn for turn in turns if messages[turn]["role"] == "assistant"]
+        if not isinstance(values, list) or len(values) != len(turns):
+            shown = f"{len(values)} values" if isinstance(values, list) else json.dumps(values, default=str)[:40]
+            raise row.bad(
+                f"{name} is {shown} for {len(messages)} messages: give a list with 1 or 0 for each, or for each of the "
+                "assistant's; or name another column with --map train_on=COLUMN"
+            )
+        found[name] = dict(zip(turns, values, strict=True))
     return found
 
 

@@ -191,6 +191,12 @@ class Templates:
         return self.tool_use if self.tool_use is not None and tools is not None else self.default
 
     @property
+    def words(self) -> frozenset[str]:
+        """All words of their sources, and so the keys of a message that they may read."""
+        found = set(re.findall(r"\w+", self.default.source + (self.tool_use.source if self.tool_use else "")))
+        return frozenset(found.union(REASONING) if found.intersection(REASONING) else found)
+
+    @property
     def note(self) -> TemplateNote:
         """What a sidecar keeps of them."""
         other = self.tool_use.source if self.tool_use else None

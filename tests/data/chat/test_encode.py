@@ -306,6 +306,8 @@ SAYS = [
         {"messages": [{**m, "weight": 0} if m["content"] == "two" else m for m in SAYS]},
         {"messages": [{**m, "train": m["content"] != "two"} for m in SAYS]},
         {"conversations": [{"from": m["role"], "value": m["content"], "loss": m["content"] != "two"} for m in SAYS]},
+        {"messages": SAYS, "train_on": [0, 1, 0, 0, 0, 1]},
+        {"messages": SAYS, "weights": [1, 0, 1]},
     ],
 )
 def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, row):
@@ -321,6 +323,20 @@ def test_the_keys_that_say_it_are_not_written_even_by_a_template_that_writes_all
     row = {"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}
     text = encoded(small, row, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
     assert "weight" not in text and '"x": 2' in text
+
+
+def test_keys_of_messages_that_nothing_reads_are_named_once_with_their_rows(small, tmp_path):
+    marked = [ONE[0], {**ONE[1], "name": "Eve", "tool_call_id": "1", "reasoning_content": "Why?", "rating": 5}]
+    rows = records([{"messages": marked}, {"messages": ONE}, {"messages": [{**ONE[0], "rating": 1}, *marked[1:]]}])
+    encoder = opened(rows, small)
+    encoder.encode(rows)
+    assert encoder.counts.unread == {"rating": 2, "reasoning_content": 2}
+    (note,) = notes(encoder.counts, None, "turns", 0)
+    assert note.endswith("nothing else does (rows): rating (2), reasoning_content (2)")
+    reads = source("qwen3") + "{% if false %}{{ messages[0].get('rating') }}{% endif %}"
+    encoder = opened(rows, tokenizer_with(tmp_path, reads))
+    encoder.encode(rows)
+    assert encoder.counts.unread == {}
 
 
 def test_a_chat_keeps_the_whole_turns_that_fit(small):

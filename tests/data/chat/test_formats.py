@@ -102,6 +102,24 @@ def test_a_message_says_whether_it_is_trained(key, values):
     assert read(row) == Chat([{"role": "system", "content": "s"}, ASK, TELL], None, frozenset({2}))
 
 
+@pytest.mark.parametrize(
+    ("row", "mapping", "untrained"),
+    [
+        ({"train_on": [0, 1, 1, 0]}, (), {0, 3}),
+        ({"train_on_turns": [True, None, None, False]}, (), {3}),
+        ({"weights": [0, 1]}, (), {1}),
+        ({"keep": [1, 0], "weights": 0.5}, (("train_on", "keep"),), {3}),
+        ({"keep": [1, 0]}, (), set()),
+        ({"train_on": None}, (), set()),
+    ],
+)
+def test_a_row_says_of_all_its_messages_or_the_assistants_whether_they_are_trained(row, mapping, untrained):
+    messages = {"messages": [ASK, TELL, ASK, TELL]}
+    for first in (None, messages):
+        found = read({**messages, **row}, mapping=mapping, first=first and {**first, **row})
+        assert found == Chat([ASK, TELL, ASK, TELL], None, frozenset(untrained))
+
+
 def test_columns_and_keys_can_have_other_names():
     row = {"dialog": [{"who": "user", "said": "a"}, {"who": "assistant", "said": "b"}]}
     mapping = (("messages", "dialog"), ("role", "who"), ("content", "said"))
@@ -238,6 +256,10 @@ CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "
         (CHAT, {"messages": [ASK, {**TELL, "loss": [0]}]}, "message 2 has loss [0]: give 1 or 0"),
         (CHAT, {"messages": [ASK, {**TELL, "weight": 0, "train": True}]},
          "message 2 is both to be trained and not to be trained (weight: no, train: yes): remove one of these"),
+        (CHAT, {"messages": [ASK, {**TELL, "weight": 0}], "train_on": [1]}, "(weight: no, the column train_on: yes)"),
+        (CHAT, {"messages": [ASK, TELL, ASK], "train_on": [1, 0]}, "train_on is 2 values for 3 messages: give a list"),
+        (CHAT, {**CHAT, "weights": 0.5}, "weights is 0.5 for 2 messages: give a list with 1 or 0 for each"),
+        (CHAT, {**CHAT, "train_on": [1, 2]}, "message 2 has the column train_on 2: give 1 or 0"),
         (CHAT, {"messages": [ASK, {**TELL, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}]},
          "message 2 has train_detail, for parts of a turn, but only whole turns can be left out"),
         ({"prompt": [ASK], "completion": [TELL]}, {"prompt": "a", "completion": "b"}, "prompt is text, not a list"),
