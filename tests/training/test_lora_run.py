@@ -249,6 +249,13 @@ MODULE = r"model\.layers\.0\.mlp\.up_proj"
         ("lora", lambda t, c: c.update(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like"),
         ("lora", lambda t, c: c.update(init_lora_weights="corda"), r"corda changes the model as llmq"),
         ("lora", lambda t, c: c.update(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
+        (
+            "lora",
+            lambda t, c: t.update(
+                {n: np.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 16)]) for n, v in t.items() if "_A" in n}
+            ),
+            r"has shape \[4, 64\], the model and its rank ask for \[4, 48\] \(and 6 more",
+        ),
         ("lora", lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
         ("ia3", lambda t, c: t.pop(f"{UP}.ia3_l"), rf"missing: {MODULE}\.ia3_l"),
         ("ia3", lambda t, c: t.update({f"{UP}.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
