@@ -168,47 +168,6 @@ class PromptReader:
         return self._encoder
 
 
-class TextStream:
-    """Text that grows by tokens, to the first of the texts `stop` to be complete: what each token adds, held back while
-    it is part of a character, or may be the beginning of such a text. With `late`, which knows no stop text, all of it
-    is decoded at the end. Without a tokenizer there is none."""
-
-    def __init__(self, reader: PromptReader, stop: Sequence[str] = (), *, late: bool = False) -> None:
-        self._reader, self._tokens, self._late = reader, list[int](), late
-        self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
-        self._stop, self._held, self.is_stopped = stop, "", False
-        self.is_shown = reader.has_tokenizer
-
-    def add(self, token: int) -> str:
-        """The new text after one more token."""
-        self._tokens.append(token)
-        if self._late:
-            return ""
-        before = self._reader.text(self._tokens[self._start : self._shown])
-        now = self._reader.text(self._tokens[self._start :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
-            return ""
-        self._start, self._shown = self._shown, len(self._tokens)
-        return self._certain(now[len(before) :])
-
-    def rest(self) -> str:
-        """What was held back."""
-        if self.is_stopped or not self.is_shown:
-            return ""
-        before = self._reader.text(self._tokens[self._start : self._shown])
-        return self._certain(self._reader.text(self._tokens[self._start :])[len(before) :]) + self._held
-
-    def _certain(self, text: str) -> str:
-        """What of the text so far no later one can make part of a stop text."""
-        text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        self.is_stopped = bool(found)
-        begun = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        end = min(found)[1] if found else len(text) - max(begun, default=0)
-        self._held = "" if found else text[end:]
-        return text[:end]
-
-
 @dataclass(frozen=True)
 class Answer:
     """What a model wrote after a prompt, or the next piece of it.
@@ -230,29 +189,60 @@ class Answer:
 
 
 class Draft:
-    """An answer while its tokens come."""
+    """An answer while its tokens come, to the first of the texts `stop` to be complete.
 
-    def __init__(self, text: TextStream, index: int, sample: int) -> None:
-        self._stream, self._index, self._sample = text, index, sample
-        self.num_tokens, self._text = 0, ""
+    Held back is what is a part of a character, or may be the beginning of such a text. With `late`, which knows no stop
+    text, all of it is decoded at the end. Without a tokenizer there is no text.
+    """
+
+    def __init__(
+        self, reader: PromptReader, stop: Sequence[str] = (), place: tuple[int, int] = (0, 0), *, late: bool = False
+    ) -> None:
+        self._reader, self._stop, self._place, self._late = reader, stop, place, late
         self._tokens, self._logprobs = list[int](), list[float]()
+        self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
+        self._sent = 0  # tokens in earlier pieces
+        self._text, self._held, self.is_stopped = "", "", False
 
-    def add(self, token: int, logprob: float | None) -> bool:
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        return len(self._tokens)
+
+    def add(self, token: int, logprob: float | None = None) -> bool:
         """One more token; whether it completes a stop text."""
-        self.num_tokens += 1
         self._tokens.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
-        self._text += self._stream.add(token)
-        return self._stream.is_stopped
+        if not self._late and (text := self._new_text()) and not text.endswith("\ufffd"):
+            self._start, self._shown = self._shown, len(self._tokens)
+            self._take(text)
+        return self.is_stopped
 
     def piece(self, finish_reason: str | None) -> Answer:
         """All that came since the last piece."""
-        text = self._text + (self._stream.rest() if finish_reason else "")
-        reason = "stop" if self._stream.is_stopped else finish_reason  # what is held back may have a stop text, too
-        found = (text if self._stream.is_shown else None, tuple(self._tokens), tuple(self._logprobs), reason)
-        self._text, self._tokens, self._logprobs = "", [], []
-        return Answer(*found, self._index, self._sample)
+        if finish_reason and self._reader.has_tokenizer and not self.is_stopped:
+            self._take(self._new_text())
+            self._text, self._held = self._text + self._held, ""
+        reason = "stop" if self.is_stopped else finish_reason  # what is held back may have a stop text, too
+        text = self._text if self._reader.has_tokenizer else None
+        found = Answer(text, tuple(self._tokens[self._sent :]), tuple(self._logprobs), reason, *self._place)
+        self._text, self._sent, self._logprobs = "", len(self._tokens), []
+        return found
+
+    def _new_text(self) -> str:
+        """What the tokens after `shown` add, with the beginning of a character at its end."""
+        before = self._reader.text(self._tokens[self._start : self._shown])
+        return self._reader.text(self._tokens[self._start :])[len(before) :]
+
+    def _take(self, text: str) -> None:
+        """Adds what of the text so far no later one can make part of a stop text."""
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        begun = (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
+        end = min(found)[1] if found else len(text) - max(begun, default=0)
+        self._text, self._held = self._text + text[:end], "" if found else text[end:]
 
 
 def drafts(
@@ -260,7 +250,7 @@ def drafts(
 ) -> list[Draft]:
     """One for each answer, prompt by prompt. Text is decoded token by token only for stop texts, or if it is `live`."""
     late = not (stop or (live and reader.has_tokenizer))
-    return [Draft(TextStream(reader, stop, late=late), *place) for place in product(range(num_prompts), range(samples))]
+    return [Draft(reader, stop, place, late=late) for place in product(range(num_prompts), range(samples))]
 
 
 def pieces(

@@ -20,6 +20,7 @@ NUM_SMS, MAJOR, MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
 # CUDA 12 came with driver 525, CUDA 13 with 580: a driver runs every program of its major version.
 OLDEST_CUDA = (12, 0)
 DRIVERS = {12: 525, 13: 580}
+CONTAINER = "start a container with --gpus all"
 OLDEST_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 
@@ -103,50 +104,30 @@ def read(root: Path = Path("/")) -> Driver | None:
 
 def problem(driver: Driver | None) -> Problem | None:
     """Why no GPU of this driver can be used; None if the first one can."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if driver is None:
-        return Problem(
-            f"there is no NVIDIA driver ({LIBRARY})",
-            "install the driver of your GPU (in a container, start it with --gpus all)",
-        )
-    newest = max(DRIVERS)
+        return Problem(f"there is no NVIDIA driver ({LIBRARY})", f"install the driver of your GPU; {CONTAINER}")
+    name, hidden = f"the NVIDIA driver {driver}", os.environ.get("CUDA_VISIBLE_DEVICES")
     if driver.cuda < OLDEST_CUDA:
-        return Problem(
-            f"the NVIDIA driver {driver} is too old for CUDA {OLDEST_CUDA[0]}",
-            f"install driver {DRIVERS[newest]} or later ({DRIVERS[OLDEST_CUDA[0]]} at least)",
-            has_gpu=driver.num_gpus > 0,
-        )
+        fix = f"install driver {DRIVERS[max(DRIVERS)]} or later ({DRIVERS[OLDEST_CUDA[0]]} at least)"
+        return Problem(f"{name} is too old for CUDA {OLDEST_CUDA[0]}", fix, has_gpu=driver.num_gpus > 0)
     if driver.failure in MISMATCH:
-        return Problem(
-            f"the NVIDIA driver {driver} and its library do not fit together ({driver.failure_name})",
-            "restart the machine; in a container, remove its cuda-compat package",
-        )
+        fix = "restart the machine; in a container, remove its cuda-compat package"
+        return Problem(f"{name} and its library do not fit together ({driver.failure_name})", fix)
     if driver.failure not in (0, NO_DEVICE):
-        return Problem(
-            f"the NVIDIA driver {driver} does not start ({driver.failure_name})",
-            "see what nvidia-smi says; restarting the machine often helps",
-        )
+        fix = "see what nvidia-smi says; restarting the machine often helps"
+        return Problem(f"{name} does not start ({driver.failure_name})", fix)
+    if not driver.gpus and hidden is not None:
+        fix = "unset it, or name a GPU that nvidia-smi -L lists"
+        return Problem(f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU to {name}", fix)
     if not driver.gpus:
-        if hidden is not None:
-            return Problem(
-                f"CUDA_VISIBLE_DEVICES={hidden} leaves no GPU to the NVIDIA driver {driver}",
-                "unset it, or name a GPU that nvidia-smi -L lists",
-            )
-        return Problem(
-            f"the NVIDIA driver {driver} sees no GPU", "check nvidia-smi -L (in a container, start it with --gpus all)"
-        )
-    first = driver.gpus[0]
-    if first.capability < OLDEST_CAPABILITY:
-        able = [gpu for gpu in driver.gpus if gpu.capability >= OLDEST_CAPABILITY]
-        fix = "use a GPU of the A100, the RTX 30 series or later"
-        if able:
-            fix = f"CUDA_VISIBLE_DEVICES={able[0].uuid} takes the {able[0].name} instead"
-        return Problem(
-            f"{first.name} has compute capability {dotted(first.capability)}, below {dotted(OLDEST_CAPABILITY)}",
-            fix,
-            True,
-        )
-    return None
+        return Problem(f"{name} sees no GPU", f"check nvidia-smi -L; {CONTAINER}")
+    first, least = driver.gpus[0], OLDEST_CAPABILITY
+    if first.capability >= least:
+        return None
+    able = next((gpu for gpu in driver.gpus if gpu.capability >= least), None)
+    other = f"CUDA_VISIBLE_DEVICES={able.uuid} takes the {able.name} instead" if able else ""
+    what = f"{first.name} has compute capability {dotted(first.capability)}, below {dotted(least)}"
+    return Problem(what, other or "use a GPU of the A100, the RTX 30 series or later", has_gpu=True)
 
 
 def memory_bytes(gpu: Gpu) -> tuple[int, int]:

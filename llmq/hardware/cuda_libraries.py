@@ -45,51 +45,45 @@ def extra(driver_cuda: tuple[int, int]) -> str:
 
 def problem(driver_cuda: tuple[int, int]) -> Problem | None:
     """What keeps the CUDA backend from running with this driver; None, and everything loaded, if nothing does."""
+    what, fix = _wrong(driver_cuda) or ("", "")
+    return Problem(what, fix, has_gpu=True) if what else None
+
+
+def _wrong(driver_cuda: tuple[int, int]) -> tuple[str, str] | None:
+    """What is wrong, and the fix."""
     install = f"pip install 'llmq-train[{extra(driver_cuda)}]'"
     cupies = [name for name in CUPY.values() if installed(name)]
     if len(cupies) > 1:
-        names = " and ".join(cupies)
         fix = f"pip uninstall -y {' '.join(cupies)}, then {install}"
-        return Problem(f"{names} are both installed and break each other", fix, has_gpu=True)
+        return f"{' and '.join(cupies)} are both installed and break each other", fix
     if not cupies and not installed("cupy"):
-        return Problem("CuPy is not installed", install, has_gpu=True)
+        return "CuPy is not installed", install
     major = next((major for major, name in CUPY.items() if name in cupies), min(driver_cuda[0], max(CUPY)))
     if major > driver_cuda[0]:
-        return Problem(
-            f"{cupies[0]} needs NVIDIA driver {DRIVERS[major]} or later, and this one runs CUDA "
-            f"{driver_cuda[0]}.{driver_cuda[1]} at most",
-            f"update the driver, or pip uninstall -y {cupies[0]} and {install}",
-            has_gpu=True,
-        )
-    return _library_problem(major)
-
-
-def _library_problem(major: int) -> Problem | None:
-    """What is wrong with the libraries that CuPy for CUDA `major` needs."""
+        runs = f"this one runs CUDA {driver_cuda[0]}.{driver_cuda[1]} at most"
+        fix = f"update the driver, or pip uninstall -y {cupies[0]} and {install}"
+        return f"{cupies[0]} needs NVIDIA driver {DRIVERS[major]} or later, and {runs}", fix
     install = f"pip install 'llmq-train[cuda{major}]'"
-    fresh = f"{install} in a new environment"
     missing = [name for name in PYTHON_PACKAGES if not installed(name)]
     for library in LIBRARIES:
         packages = [name for name in library.packages.values() if installed(name)]
         if not library.has_cuda_version and len(packages) > 1:
-            return Problem(f"{' and '.join(packages)} are both installed, in one place", fresh, has_gpu=True)
+            what = f"{' and '.join(packages)} are both installed, in one place"
+            return what, f"{install} in a new environment"
         foreign = not library.has_cuda_version and packages and packages != [library.packages[major]]
         path = None if foreign else load(library.name)
         if path is None:
             missing.append(f"{library.title} ({library.packages[major]})")
             continue
         found = re.search(r"\.so\.(\d+)", path)
-        if library.has_cuda_version and found and int(found.group(1)) != major:
-            return Problem(
-                f"CuPy is for CUDA {major}, and the {library.title} that is found for {found.group(1)} ({path})",
-                fresh,
-                has_gpu=True,
-            )
+        if library.has_cuda_version and found and int(found[1]) != major:
+            what = f"CuPy is for CUDA {major}, and the {library.title} that is found for {found[1]} ({path})"
+            return what, f"{install} in a new environment"
     if missing:
-        return Problem(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", install, has_gpu=True)
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", install
     bindings = installed("cuda-bindings") or ""
     if bindings.partition(".")[0] != str(major):
-        return Problem(f"cuda-bindings {bindings} is not for CUDA {major}, as CuPy is", install, has_gpu=True)
+        return f"cuda-bindings {bindings} is not for CUDA {major}, as CuPy is", install
     return None
 
 

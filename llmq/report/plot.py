@@ -43,13 +43,9 @@ STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
-    "axes.titlepad": 9,
     "grid.color": "#eaeef2",
-    "grid.linewidth": 0.8,
     "xtick.color": FAINT,
     "ytick.color": FAINT,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "legend.frameon": False,
@@ -188,7 +184,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
     if norms.size and norms.max() > 30 * norms.min():
         norm.set_yscale("log")
     rate.set_ylim(bottom=0)
-    rate.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _short(y)))
+    rate.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.3g}".replace("e-0", "e-")))
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
     if not any(run.log.eval["step"].size for run in runs):
@@ -203,14 +199,6 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
     legend = loss.legend(loc="best" if points < MANY_POINTS else "upper right")
     for text in legend.get_texts():
         text.set_parse_math(False)
-
-
-def _short(value: float) -> str:
-    """`3e-4`: a small number in short."""
-    if value == 0 or abs(value) >= 0.01:
-        return f"{value:.3g}"
-    mantissa, exponent = f"{value:.2e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _summary(run: Run) -> str:

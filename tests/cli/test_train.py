@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -19,22 +20,12 @@ from llmq.options.parse import Options, descriptions
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model=m", "--train-file=t.bin"]
 # The command line of the manual, as it stands.
-MANUAL = [
-    "--model=Qwen/Qwen2.5-0.5B",
-    "--train-file=data/tiny-shakespeare-qwen/train.bin",
-    "--eval-file=data/tiny-shakespeare-qwen/eval.bin",
-    "--model-dtype=bf16",
-    "--opt-m-dtype=bf16",
-    "--opt-v-dtype=bf16",
-    "--matmul-dtype=e4m3",
-    "--recompute-ffn",
-    "--recompute-att",
-    "--grad-accumulation=8",
-    "--steps=30",
-    "--learning-rate=1e-5",
-    "--gpus=1",
-    "--batch-size=8",
-]
+MANUAL = shlex.split("""
+    --model=Qwen/Qwen2.5-0.5B --train-file=data/tiny-shakespeare-qwen/train.bin
+    --eval-file=data/tiny-shakespeare-qwen/eval.bin --model-dtype=bf16 --opt-m-dtype=bf16 --opt-v-dtype=bf16
+    --matmul-dtype=e4m3 --recompute-ffn --recompute-att --grad-accumulation=8 --steps=30 --learning-rate=1e-5
+    --gpus=1 --batch-size=8
+""")
 
 
 @pytest.fixture
@@ -65,22 +56,11 @@ def process(*arguments, **settings):
 
 def test_the_manuals_command_line_is_understood(trained):
     assert call(*MANUAL) == 0
-    expected = Options.parse(
-        {
-            "model": "Qwen/Qwen2.5-0.5B",
-            "train_file": ["data/tiny-shakespeare-qwen/train.bin"],
-            "eval_file": ["data/tiny-shakespeare-qwen/eval.bin"],
-            "opt_m_dtype": "bf16",
-            "opt_v_dtype": "bf16",
-            "matmul_dtype": "e4m3",
-            "recompute_ffn": True,
-            "recompute_att": True,
-            "grad_accumulation": 8,
-            "steps": 30,
-            "learning_rate": 1e-5,
-            "batch_size": 8,
-        }
-    )
+    files = {"train_file": "data/tiny-shakespeare-qwen/train.bin", "eval_file": "data/tiny-shakespeare-qwen/eval.bin"}
+    dtypes = {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16", "matmul_dtype": "e4m3"}
+    numbers = {"grad_accumulation": 8, "steps": 30, "learning_rate": 1e-5, "batch_size": 8}
+    recomputed = {"recompute_ffn": True, "recompute_att": True}
+    expected = Options.parse({"model": "Qwen/Qwen2.5-0.5B", **files, **dtypes, **numbers, **recomputed})
     assert trained.options == expected
 
 

@@ -8,7 +8,7 @@ from tokenizers import decoders
 
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
-from llmq.generation.prompts import Answer, Draft, PromptReader, Question, TextStream, questions_of
+from llmq.generation.prompts import Answer, Draft, PromptReader, Question, questions_of
 
 
 @pytest.fixture
@@ -20,18 +20,29 @@ def reader(tmp_path):
     return PromptReader(tokenizer, tokenizer.vocab_size)
 
 
+def said(draft, token):
+    """What a token adds to the text."""
+    draft.add(token)
+    return draft.piece(None).text
+
+
+def rest(draft):
+    """What was held back."""
+    return draft.piece("length").text
+
+
 @pytest.mark.parametrize(
     "text", ["It's the king's 10 ships", "\u00e9clat\u00e9 \U0001f600\U0001f680 \u4e2d\u6587!", " a\n\n b"]
 )
 def test_a_stream_shows_whole_characters_and_all_of_the_text(reader, text):
-    stream, shown = TextStream(reader), []
+    stream, shown = Draft(reader), []
     tokens = reader.tokens(Question({}, text=text))
     for token in tokens:
-        shown.append(stream.add(token))
+        shown.append(said(stream, token))
         assert "\ufffd" not in shown[-1]
-    assert "".join(shown) == reader.text(tokens) == text and stream.rest() == ""
-    cut = TextStream(reader)
-    assert cut.add(reader.tokens(Question({}, text="\U0001f600"))[0]) == "" and cut.rest() == "\ufffd"
+    assert "".join(shown) == reader.text(tokens) == text and rest(stream) == ""
+    cut = Draft(reader)
+    assert said(cut, reader.tokens(Question({}, text="\U0001f600"))[0]) == "" and rest(cut) == "\ufffd"
 
 
 class Spelled:
@@ -57,27 +68,27 @@ def test_a_stream_ends_before_a_stop_text_however_tokens_cut_it_and_shows_none_o
         text = "".join(draw.choices("abc", k=draw.randrange(12)))
         stop = ["".join(draw.choices("abc", k=draw.randrange(1, 5))) for _ in range(draw.randrange(1, 4))]
         expected, has_ended = until(text, stop)
-        stream, shown, left = TextStream(Spelled(), stop), "", text
+        stream, shown, left = Draft(Spelled(), stop), "", text
         while left and not stream.is_stopped:
             size = draw.randrange(1, 4)
-            shown, left = shown + stream.add(left[:size]), left[size:]
+            shown, left = shown + said(stream, left[:size]), left[size:]
             assert expected.startswith(shown)
             assert shown == expected or len(text) - len(left) - len(shown) < max(map(len, stop))  # no more is held
-        assert (shown + stream.rest(), stream.is_stopped) == (expected, has_ended), (text, stop)
+        assert (shown + rest(stream), stream.is_stopped) == (expected, has_ended), (text, stop)
 
 
 def test_a_stop_text_before_half_a_character_is_why_an_answer_ends():
-    draft = Draft(TextStream(Spelled(), ["end"]), 1, 2)
+    draft = Draft(Spelled(), ["end"], (1, 2))
     assert not any(draft.add(token, -0.5) for token in ("a ", "end\ufffd"))
     assert draft.piece("length") == Answer("a ", ("a ", "end\ufffd"), (-0.5, -0.5), "stop", 1, 2)
 
 
 def test_a_stop_text_may_lie_within_the_bytes_of_characters(reader):
     text = "It's \U0001f600 the \u00e9nd of ships"
-    stream = TextStream(reader, ["\u00e9nd"])
+    stream = Draft(reader, ["\u00e9nd"])
     tokens = iter(reader.tokens(Question({}, text=text)))
-    shown = "".join(stream.add(token) for token in tokens if not stream.is_stopped)
-    assert (shown, stream.rest(), stream.is_stopped) == ("It's \U0001f600 the ", "", True)
+    shown = "".join(said(stream, token) for token in tokens if not stream.is_stopped)
+    assert (shown, rest(stream), stream.is_stopped) == ("It's \U0001f600 the ", "", True)
 
 
 CHAT = [{"role": "user", "content": "Aye"}]

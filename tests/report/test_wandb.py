@@ -204,13 +204,6 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     assert data.count(b"train/loss") >= 6 and all(text in data for text in (b"eval/loss", b"learning_rate", b"1e-05"))
 
 
-@pytest.mark.parametrize("project", ["", "team/project", "x" * 129])
-def test_a_project_that_wandb_would_refuse(tmp_path: Path, fake: SimpleNamespace, project: str) -> None:
-    with pytest.raises(UsageError, match=r"--project .* is not a name for W&B: .*--entity"):
-        export_wandb(write_run(tmp_path), project=project)
-    assert fake.calls == []
-
-
 def test_a_setting_of_the_environment_that_wandb_refuses(tmp_path: Path, fake: SimpleNamespace) -> None:
     """What `WANDB_SILENT=` gives."""
 
