@@ -40,11 +40,9 @@ from llmq.errors import DataError, UsageError
 ENCODED_AT_ONCE = 1 << 20  # characters
 Rows = Sequence[Record]  # the first ones
 LONGEST_END = 200  # characters of an end token and the white space after it
-# By whether the token is trained, then by turns, so that neighbours differ.
-STYLES = {True: ("black on green3", "black on spring_green2"), False: ("default on grey15", "default on grey27")}
-MAX_TOKENS = 2000  # shown of a document
-MAX_JOINED = 8  # tokens that may share one character
-SAMPLE_TOKENS = 512  # at most, of the sample in the log of a run
+STYLES = {True: "black on green3", False: "default on grey15"}  # by whether it is trained
+MOST = 2000  # tokens shown of a document
+SAMPLE_TOKENS = 512  # of the sample in the log of a run
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
@@ -189,7 +187,9 @@ class Encoder:
     def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
         """A row's documents, of at most seq_len tokens, without those that train nothing."""
         limit, overlong = self.options.seq_len, self.options.overlong
-        if limit is not None and (longest := max((one.length(overlong) for one in documents), default=0)) > limit:
+        # text, which has no turns, never is too long where turns are what is kept
+        sizes = [len(one.ids) for one in documents if one.turns is not None or overlong != "turns"]
+        if limit is not None and (longest := max(sizes, default=0)) > limit:
             self.counts.overlong += 1
             self.counts.longest = max(self.counts.longest, longest)
             cut = [shortened(one, limit, overlong) for one in documents]
@@ -355,29 +355,26 @@ class ChatEncoder(Encoder):
 
 
 def show(
-    encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, marks: bool = False, most: int = MAX_TOKENS
+    encoded: Sequence[Encoded], tokenizer: TextTokenizer, count: int, *, marks: bool = False, most: int = MOST
 ) -> Group:
-    """The first `count` documents, up to `most` tokens of each, under its place and numbers; trained ones are green.
+    """The first `count` documents, up to `most` tokens of each, under its place and numbers; trained text is green.
 
     With `marks`, for where there are no colors, what is trained also stands in [[ ]].
     Control characters are shown as escapes, so that no text moves the cursor; line breaks also break the line.
     """
     shown: list[Styled] = []
     for document in encoded[:count]:
-        trained = np.ones(len(document.ids), bool) if document.trained is None else document.trained
-        shown.append(
-            Styled(f"{document.place}: {len(document.ids)} tokens, {int(trained.sum())} trained", style="bold")
-        )
-        body, inside = Styled(), False
-        for number, (text, is_trained) in enumerate(_pieces(document.ids[:most], trained, tokenizer)):
-            if marks and is_trained != inside:
-                body.append("[[" if is_trained else "]]")
-            inside = is_trained
+        ids, trained = document.ids, np.ones(len(document.ids), bool) if document.trained is None else document.trained
+        shown.append(Styled(f"{document.place}: {len(ids)} tokens, {int(trained.sum())} trained", style="bold"))
+        body = Styled()
+        starts = [0, *(np.flatnonzero(np.diff(trained[:most])) + 1)]
+        for run, is_trained in zip(np.split(ids[:most], starts[1:]), trained[starts].tolist(), strict=True):
+            text = tokenizer.encoder.decode(run.tolist(), skip_special_tokens=False)
             escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() + "\n" * (c == "\n") for c in text)
-            body.append("".join(escaped), style=STYLES[is_trained][number % 2])
-        body.append("]]" if marks and inside else "")
-        if len(document.ids) > most:
-            body.append(f" ... and {len(document.ids) - most} more tokens", style="italic")
+            text = "".join(escaped)
+            body.append(f"[[{text}]]" if marks and is_trained else text, style=STYLES[is_trained])
+        if len(ids) > most:
+            body.append(f" ... and {len(ids) - most} more tokens", style="italic")
         shown.append(body)
     return Group(*shown)
 
@@ -392,17 +389,3 @@ def sample_text(files: Sequence[TokenFile], tokenizer_folder: Callable[[], Path 
     document = Encoded(masked.path.name, np.asarray(masked.tokens[:stop]), masked.trained(0, stop))
     _, body = show([document], TextTokenizer.open(str(folder)), 1, marks=True, most=SAMPLE_TOKENS).renderables
     return f"[Sample] of {masked.path.name}, with what is trained in [[ ]]:\n{body}"
-
-
-def _pieces(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer) -> Iterator[tuple[str, bool]]:
-    """Text and mask of each token; tokens with parts of one character are shown together, where masks agree."""
-    at = 0
-    while at < len(ids):
-        stop, text = at, "\ufffd"
-        while "\ufffd" in text and stop < min(len(ids), at + MAX_JOINED) and trained[stop] == trained[at]:
-            stop += 1
-            text = tokenizer.encoder.decode(ids[at:stop].tolist(), skip_special_tokens=False)
-        if "\ufffd" in text:  # no character comes of it: one token by itself
-            stop, text = at + 1, tokenizer.encoder.id_to_token(int(ids[at])) or f"<{ids[at]}>"
-        yield text, bool(trained[at])
-        at = stop

@@ -94,10 +94,6 @@ class Encoded(NamedTuple):
     trained: np.ndarray | None  # (n,) bool; None: every token
     turns: Sequence[tuple[int, int]] | None = None
 
-    def length(self, overlong: str) -> int:
-        """Tokens as they count for what is too long: text never is, where turns are what is kept."""
-        return 0 if self.turns is None and overlong == "turns" else len(self.ids)
-
 
 def shortened(whole: Encoded, limit: int, overlong: str) -> tuple[list[Encoded], int]:
     """Documents of at most `limit` tokens of one that may have more, and how many of its turns are lost."""
