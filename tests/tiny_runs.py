@@ -14,8 +14,8 @@ from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
 from tokenizers import decoders
 
+from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.rows import RowForm
-from llmq.data.batches.streaming import StreamedRows
 from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
@@ -66,17 +66,16 @@ def folder(path, **changes):
 def number_stream(seq_len, vocab_size, opened=None):
     """An endless stream of 4 files of 10 rows; `opened` gets the positions that it is read from."""
 
-    class Rows:
-        def read(self, position=()):
-            shard, row, overall = position or (0, 0, 0)
-            assert overall == 10 * shard + row
-            if opened is not None:
-                opened.append((shard, row, overall))
-            for number in range(overall, 40):
-                ids = np.random.default_rng(number).integers(0, 97, 5 + 13 * number % 29)
-                yield (number // 10, number % 10 + 1, number + 1), RowTokens(ids, None, (len(ids),))
+    def rows(begun, position):
+        shard, row, overall = position or (0, 0, 0)
+        assert overall == 10 * shard + row
+        if opened is not None:
+            opened.append((shard, row, overall))
+        for number in range(overall, 40):
+            ids = np.random.default_rng(number).integers(0, 97, 5 + 13 * number % 29)
+            yield (number // 10, number % 10 + 1, number + 1), RowTokens(ids, None, (len(ids),))
 
-    return StreamedRows(lambda begun: Rows(), RowForm(seq_len, vocab_size), "stream")
+    return StreamedRows(rows, RowForm(seq_len, vocab_size), "stream")
 
 
 def tiny_options(path):

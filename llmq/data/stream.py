@@ -17,7 +17,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -42,8 +45,8 @@ class Stopped(Exception):
 class ReadAhead(Generic[T]):
     """The items of an iterator, of which a thread reads up to `ahead` early.
 
-    What the iterator raises is raised in its place, and ever after. The thread ends with `close`, or when this is
-    collected.
+    What the iterator raises is raised in its place, and ever after. The thread ends with `close` (or leaving a `with`),
+    or when this is collected.
     """
 
     def __init__(self, items: Iterator[T], ahead: int) -> None:
@@ -80,6 +83,12 @@ class ReadAhead(Generic[T]):
         self._stop()
         self._thread.join(JOIN_S)
         self._end = self._end or Stopped()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self.close()
 
 
 def _run(items: Iterator[T], results: queue.Queue[T | BaseException], stopped: threading.Event) -> None:

@@ -55,7 +55,7 @@ def _describe_data(run: Ready) -> None:
     log.section("dataset", {**listed, **shares, **facts})
     log.head("Dataset")
     width = max((len(str(path)) for found in files.values() for path, _ in found), default=0)
-    for kind, found in files.items():
+    for kind, found in ((kind, found) for kind, found in files.items() if found):
         total, several = sum(tokens for _, tokens in found), "" if len(found) == 1 else "s"
         log.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{several}")
         for path, tokens in found:

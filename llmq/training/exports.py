@@ -47,7 +47,7 @@ class RunData:
 def exported_config(source: ModelSource, data: Data, say: Say) -> ModelConfig:
     """The config of the trained and exported model: it ends texts as its data does, and one trained before as then,
     too, and is as long as the data."""
-    config, ends = source.config, data.end_token_ids()
+    config, ends = source.config, tuple(sorted(data.train.end_token_ids))
     if not set(ends) <= set(config.eos_token_ids):
         if source.from_scratch:
             config = replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)

@@ -22,8 +22,8 @@ from llmq.plan.precision import Precision, Watching
 from llmq.row import Row
 from llmq.tensor import DTYPES
 from llmq.training.earlier_run import EarlierRun
-from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
+from llmq.training.log_hooks import GpuWatch
 from llmq.training.ranks import Ranks
 from llmq.training.samples import SamplePrompts
 from llmq.training.schedule import Schedule

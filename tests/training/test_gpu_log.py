@@ -14,7 +14,7 @@ from llmq.hardware import nvml
 from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
 from llmq.report.read import read_log
-from llmq.training.hooks import GpuWatch
+from llmq.training.log_hooks import GpuWatch
 from llmq.training.progress import Progress
 from llmq.training.records import GpuRecord, gpu_line
 

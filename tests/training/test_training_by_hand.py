@@ -11,7 +11,7 @@ from token_files import write_tokens
 import llmq
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.rows import sample_order
 from llmq.engine.engine import Engine
 from llmq.files.checkpoint import load
 from llmq.files.source import ModelSource, initial_parameters

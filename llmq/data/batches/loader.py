@@ -2,7 +2,7 @@
 
 The order of the samples is one endless sequence: place s holds sample s % N of epoch s // N's permutation, so that the
 last step of an epoch wraps into the next, and training can start at any place. A mixture has an order of its own over
-the same places (mixture.py); streamed rows have no places, and continue from their state (streaming.py). A rank of W
+the same places (mixture.py); streamed rows have no places, and continue from their state (named_data.py). A rank of W
 takes rows of each group of W * batch_size consecutive places; what a whole step sees does not depend on W.
 """
 
@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmq.data.batches.batch import Batch, step_of
 from llmq.data.batches.mixture import Mixture, Share
+from llmq.data.batches.named_data import NamedData, StreamedRows, no_rows
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.rows import (
-    PACKED,
+    OPTIONS,
+    PADDED,
     WINDOWS,
     RowForm,
     RowLayout,
+    RowSource,
     Samples,
     Windows,
     choose_row_layout,
@@ -35,10 +38,9 @@ from llmq.data.batches.rows import (
     sidecars,
     stacked,
 )
-from llmq.data.batches.streaming import StreamedRows
 from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.tokenizer import tokenizer_folder
-from llmq.errors import DataError, UsageError, all_problems, noted
+from llmq.errors import UsageError, all_problems, noted
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
@@ -47,7 +49,6 @@ LEAST_FULL = 0.1  # of rows: below this the run warns of padding
 TILE = 16  # tokens of a micro-batch, which e4m3 matmuls need a multiple of
 
 if TYPE_CHECKING:
-    from llmq.data.batches.named_data import NamedData
     from llmq.options.data import DataOptions
 
 
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 class Data:
     """The data of a run. A step takes batch_size * grad_accumulation samples on each of the ranks."""
 
-    train: Samples | StreamedRows
+    train: RowSource  # Samples, StreamedRows, or only the shape of rows
     eval: Samples | None
     batch_size: int
     seq_len: int
@@ -63,7 +64,11 @@ class Data:
     seed: int
     world: int
     layout: RowLayout = field(default_factory=RowLayout)
-    is_there: bool = True  # False: this is the shape of a plan without data
+
+    @property
+    def is_there(self) -> bool:
+        """False: this is the shape of a plan without data."""
+        return isinstance(self.train, Samples | StreamedRows)
 
     @property
     def limits(self) -> tuple[int, int] | None:
@@ -73,9 +78,6 @@ class Data:
 
     def facts(self) -> dict[str, str]:
         """What the log says of the rows, in words: their layout, how full they are, and what is trained."""
-        parts: list[tuple[str, Samples | StreamedRows | None]] = [("", self.train), ("eval ", self.eval)]
-        if isinstance(self.train, Mixture):
-            parts += [(f"{name}: ", source) for name, source in zip(self.train.names, self.train.sources, strict=True)]
         found = {"layout": f"{self.layout.kind} ({self.layout.why})"}
         if num_virtual := self.train.num_virtual:
             found["virtual tokens"] = f"{num_virtual} before each document"
@@ -85,33 +87,20 @@ class Data:
                 f"the data has {count} {unit} and a step takes {needed}, so that it sees {unit} more than once: a "
                 "smaller --grad-accumulation or --batch-size avoids that"
             )
-        for name, samples in parts:
-            if isinstance(samples, Packs):
-                size, limits = samples.num_windows * self.seq_len, samples.limits
-                kind = f"at most {limits[0]} documents in each" if limits else "a document in each"
-                found[f"{name}rows"] = f"{samples.num_windows:,}, {100 * samples.fill:.2f}% full, {kind}"
-                found[f"{name}trained tokens"] = _share(samples.num_trained, size)
-            elif isinstance(samples, StreamedRows) and samples.limits:
-                found[f"{name}rows"] = f"at most {samples.limits[0]} documents in each"
-            elif isinstance(samples, Windows) and any(file.mask_bits is not None for file in samples.token_files):
-                trained = sum(file.num_trained for file in samples.token_files)
-                found[f"{name}trained tokens"] = _share(trained, samples.num_tokens)
-        return found
+        of_eval = self.eval.facts() if self.eval else {}
+        return {**found, **self.train.facts(), **{f"eval {name}": value for name, value in of_eval.items()}}
 
     def warnings(self) -> Iterator[str]:
         """A message if nearly all of the training rows is padding, with what makes it less."""
         sources = self.train.sources if isinstance(self.train, Mixture) else [self.train]
         packs = [samples for samples in sources if isinstance(samples, Packs)]
-        num_rows = sum(samples.num_windows for samples in packs)
-        if not num_rows or sum(samples.fill * samples.num_windows for samples in packs) > LEAST_FULL * num_rows:
-            return
-        padding = 1 - sum(samples.fill * samples.num_windows for samples in packs) / num_rows
-        enough = -(-max(samples.longest for samples in packs) // TILE) * TILE
-        fixes = [f"--seq-len {enough} keeps all documents whole"] if enough < self.seq_len else []
-        fixes += ["--packing puts several in a row"] if self.layout == RowLayout.asked_for(False) else []
-        fixes += ["a larger --max-docs fills them"] if self.layout.kind == PACKED and not fixes else []
-        advice = f": {', and '.join(fixes)}" if fixes else ""
-        yield f"{100 * padding:.0f}% of the training rows of {self.seq_len} tokens is padding{advice}"
+        full = sum(one.fill * one.num_windows for one in packs) / max(sum(one.num_windows for one in packs), 1)
+        if packs and full <= LEAST_FULL:
+            enough = -(-max(samples.longest for samples in packs) // TILE) * TILE
+            fixes = [f"--seq-len {enough} keeps all documents whole"] * (enough < self.seq_len)
+            fixes += ["--packing puts several in a row"] * (self.layout.why == f"by {OPTIONS[PADDED]}")
+            advice = f": {', and '.join(fixes)}" if fixes else ""
+            yield f"{100 * (1 - full):.0f}% of the training rows of {self.seq_len} tokens is padding{advice}"
 
     @property
     def samples_per_step(self) -> int:
@@ -129,9 +118,8 @@ class Data:
 
     def loader(self, rank: int = 0, position: int = 0, stream: Mapping[str, Any] | None = None) -> Loader:
         """A loader of the training data for one rank, from a place on (see Loader)."""
-        assert 0 <= rank < self.world
-        batches = RankBatches(self.train, self.batch_size, self.seed, rank, self.world)
-        return Loader(batches, position, stream)
+        assert 0 <= rank < self.world and isinstance(self.train, Samples | StreamedRows)
+        return Loader(RankBatches(self.train, self.batch_size, self.seed, rank, self.world), position, stream)
 
     def held_out(self, num_steps: int | None) -> tuple[int, Iterator[Batch]]:
         """The batches to evaluate on, and their number: at most `num_steps`, or all of them."""
@@ -165,14 +153,6 @@ class Data:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
         return next((tokenizer_folder(file.path, found) for file, found in sidecars(self.train.token_files)), None)
 
-    def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end documents and trained turns of the training data, as far as its sidecars say."""
-        return tuple(sorted(self.train.end_token_ids))
-
-
-def _share(count: int, total: int) -> str:
-    return f"{count:,}, {100 * count / max(total, 1):.2f}%"
-
 
 def open_data(
     options: DataOptions,
@@ -201,25 +181,24 @@ def open_data(
             f"--seq-len {options.seq_len} counts the {num_virtual} virtual tokens before each document: use at least "
             f"{num_virtual + 2}"
         )
-    is_there = named is not None or options.train_file is not None
     named = named and named.find(options.seq_len - num_virtual)
     has_rows = named is not None and any(request.found.is_rows for request in named.requests)
     layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
-    train, held = _opened(options, form, named, tokenizer) if is_there else (_no_data(form), None)
-    sizes = (options.batch_size, options.seq_len, accumulation)
-    return Data(train, held, *sizes, seed, world, layout, is_there)
+    train, held = _opened(options, form, named, tokenizer)
+    return Data(train, held, options.batch_size, options.seq_len, accumulation, seed, world, layout)
 
 
 def _opened(
     options: DataOptions, form: RowForm, named: NamedData | None, tokenizer: Path | None
-) -> tuple[Samples | StreamedRows, Samples | None]:
+) -> tuple[RowSource, Samples | None]:
     """What is trained and evaluated on; see open_data for the errors."""
-    names: Sequence[str] = options.train_file or ()
-    eval_files = list(options.eval_file or ())
-    found: list[list[str]] | Samples | StreamedRows = [[name] for name in names]
+    names, eval_files = tuple(options.train_file or ()), list(options.eval_file or ())
+    found: list[list[str]] | RowSource = [[name] for name in names]
     if named:
-        names, (found, eval_files) = named.names, named.open(form)
+        names, (found, eval_files) = tuple(named.names), named.open(form)
+    elif not names:
+        return no_rows(form), None
     train, evaluation = None, None
     with all_problems() as problems:
         with noted(problems):
@@ -229,7 +208,6 @@ def _opened(
             evaluation = _open_files(eval_files, replace(form, max_docs=docs), with_tails=True)
     assert train is not None and evaluation is not None
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
-    held = evaluation if eval_files else None
     with all_problems() as problems:
         if train.num_windows == 0:
             needs = f": one is {form.room + 1} tokens of a file" if form.kind == WINDOWS else ""
@@ -237,23 +215,12 @@ def _opened(
                 f"the training data ({train.num_tokens} tokens) has no sample of seq_len {form.seq_len}{needs}: lower "
                 "seq_len, or give more data"
             )
-        if held is not None and not held.num_windows:
+        if eval_files and not evaluation.num_windows:
             problems.append(
-                f"the evaluation data ({held.num_tokens} tokens) has nothing to predict: give a file with two tokens "
-                "or more"
+                f"the evaluation data ({evaluation.num_tokens} tokens) has nothing to predict: give a file with two "
+                "tokens or more"
             )
-    return train, held
-
-
-def _no_data(form: RowForm) -> StreamedRows:
-    """The shape of rows, for a plan. UsageError for packed rows, if it is not known how many documents they hold."""
-    if form.kind == PACKED and form.docs is None:
-        raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
-
-    def nothing(begun: int) -> NoReturn:
-        raise DataError("there is no data to read: name it with --data or --train-file")
-
-    return StreamedRows(nothing, form, "no data")
+    return train, evaluation if eval_files else None
 
 
 def _open_sources(
@@ -275,7 +242,7 @@ def _open_sources(
     return Mixture(opened, weights, names)
 
 
-def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Windows | Packs:
+def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Samples:
     """The files that `patterns` name as samples; `with_tails` is for windows."""
     files = open_files(patterns)
     return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
@@ -325,15 +292,12 @@ class RankBatches:
             yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)
 
 
-class Loader:
+class Loader(ReadAhead[tuple[Position, Batch]]):
     """A stream of batches, read ahead by one background thread from sample `position` of the sequence of all ranks on:
-    0, or the `position` of a batch, of streamed rows with its `stream`.
-
-    `close` (or leaving a `with`) ends the thread.
-    """
+    0, or the `position` of a batch, of streamed rows with its `stream`."""
 
     def __init__(self, batches: Stream[Batch], position: int = 0, stream: Mapping[str, Any] | None = None) -> None:
-        self._reader = ReadAhead(batches.read((position, stream)), PREFETCHED)
+        super().__init__(batches.read((position, stream)), PREFETCHED)
 
     def next(self, stop: Callable[[], bool] = lambda: False) -> Batch:
         """The next batch; raises here what went wrong while reading it (DataError for a foreign id).
@@ -341,15 +305,5 @@ class Loader:
         Stopped if `stop` comes true while there is none yet.
         """
         began = time.perf_counter()
-        _, batch = self._reader.take(stop)
+        _, batch = self.take(stop)
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
-
-    def close(self) -> None:
-        """Ends the background thread, if it has not ended."""
-        self._reader.close()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        self.close()

@@ -19,8 +19,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from llmq.data.batches.permutation import mixed
-from llmq.data.batches.rows import Rows, Samples, empty_rows
+from llmq.data.batches.rows import Rows, Samples, empty_rows, mixed
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 
@@ -45,16 +44,12 @@ class Mixture(Samples):
     business.
     """
 
-    def __init__(
-        self, sources: Sequence[Samples], weights: Sequence[float], names: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], names: Sequence[str]) -> None:
         """Raises UsageError if a weight is not above 0 or the weights take too long to repeat, DataError if a source
         has no sample."""
         assert len(sources) == len(weights) > 0
         super().__init__(sources[0].form, [file for source in sources for file in source.token_files])
-        self.sources = tuple(sources)
-        self.weights = tuple(weights)
-        self.names = tuple(names or (f"source {n}" for n in range(1, len(sources) + 1)))
+        self.sources, self.weights, self.names = tuple(sources), tuple(weights), tuple(names)
         self.parts, self.period = whole_parts(weights)
         empty = [name for name, source in zip(self.names, sources, strict=True) if not source.num_windows]
         if empty:
@@ -71,6 +66,11 @@ class Mixture(Samples):
         self._count = np.empty(self.period, np.int64)  # (period,): how often it stood at places before
         for n, part in enumerate(self.parts):
             self._count[self._source == n] = np.arange(part)
+
+    def facts(self) -> dict[str, str]:
+        """Those of each source."""
+        each = zip(self.names, self.sources, strict=True)
+        return {f"{name}: {what}": value for name, source in each for what, value in source.facts().items()}
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Which sample (n,) int64 is at each of `places` (n,) of the mixture's endless sequence."""

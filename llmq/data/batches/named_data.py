@@ -1,34 +1,50 @@
-"""`--data` of llmq-train: tokenized once with the model's own tokenizer into the cache, or read as a stream."""
+"""`--data` of llmq-train: tokenized once with the model's own tokenizer into the cache, or read as a stream.
+
+With `--streaming`, rows of data are read, tokenized and trained in one go, and no token file is kept. There is no table
+of them, so nothing is permuted: rows are trained in the order of the stream, and the stream should be shuffled where it
+is stored. A data set of the Hub is downloaded file by file, each only for as long as it is read. What a run needs to
+resume is where its next row begins: which pass, shard, row, and token; and when it was begun, for templates that write
+the date.
+"""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.packing import count_packs, repeated, sizes_in_rows, with_docs
-from llmq.data.batches.rows import WINDOWS, RowForm, Samples
-from llmq.data.batches.streaming import StreamedRows, open_stream
-from llmq.data.chat.encode import EncodeOptions
+from llmq.data.batches.packing import lay, pack_documents, piece_lengths, with_docs
+from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, RowSource, aim, empty_rows, mixed
+from llmq.data.chat.encode import EncodeOptions, Encoder
+from llmq.data.chat.encoded import Counts, notes
 from llmq.data.chat.template import read_prompt_template
 from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import NAMES, Request, find_anything, parsed_mapping
-from llmq.data.stream import START
-from llmq.data.tokens.pipeline import tokenized
-from llmq.data.tokens.text import Texts
+from llmq.data.rows.row_files import BadRows
+from llmq.data.stream import START, Position
+from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
 from llmq.data.tokens.tokenize import Say, cached
-from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.errors import UsageError
+from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
+from llmq.errors import DataError, UsageError
 from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
     from llmq.files.source import ModelSource
     from llmq.options.data import SourceOptions
+
+Place = dict[str, int]
+PLACE = ("epoch", "shard", "row", "overall", "token")  # where a row begins
+GROUP_TOKENS = 1 << 18  # packed together: the last row of a group may be hardly filled
+GROUP_ROWS = 16  # at least
+ROWS_AT_ONCE = 64  # tokenized together: few, so that training begins soon
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +78,13 @@ class NamedData:
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
         return replace(self, requests=tuple(one.settled() for one in asked))
 
-    def open(self, form: RowForm) -> tuple[list[list[str]] | StreamedRows | Estimated, list[str]]:
+    def open(self, form: RowForm) -> tuple[list[list[str]] | RowSource, list[str]]:
         """What is trained on, as token files by name unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
             return open_stream(request, form, self.note), self._evaluation_of(request)
         if self.plan_only and not all(request.is_made for request in self.requests):
-            return self._estimated(form), []
+            return self._planned(form), []
         made = [self._cached(request) for request in self.requests]
         train = [[name for name in files if Path(name).name.startswith("train")] for files in made]
         return train, [name for files in made for name in files if Path(name).name.startswith("eval")]
@@ -91,25 +107,17 @@ class NamedData:
             say(f"{name}: tokenized before, in {entry}" if is_made else f"{name}: {about}")
             return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=say)]
 
-    def _estimated(self, form: RowForm) -> Estimated:
-        """What would be tokenized, said; and about how much it is."""
+    def _planned(self, form: RowForm) -> RowSource:
+        """The shape of rows that are not tokenized yet, by the first of them; what would be tokenized is said."""
         for request in self.requests:
             if not request.is_made:
                 self.note(f"{request.found.name}: would be tokenized into {request.entry}\n{request.found.rule}")
                 if encoder := request.encoder():
                     self.note(encoder.describe())
-        counts, lengths = zip(*map(_about, self.requests), strict=True)
-        tokens = sum(counts)
-        self.note(f"about {tokens:,} tokens for training, by a sample of its beginning")
-        files = [(request.entry, count) for request, count in zip(self.requests, counts, strict=True)]
-        sizes = sizes_in_rows(np.concatenate(lengths), form) if form.kind != WINDOWS else np.empty(0)
-        if not len(sizes):
-            return Estimated(form, max(tokens - 1, 0) // form.room, files)
-        form = with_docs(form, repeated(sizes, form.seq_len))
-        assert form.docs is not None
-        real = int(sizes.sum()) - form.num_virtual * len(sizes)
-        num_rows = count_packs(sizes, form.seq_len, form.docs) * tokens // real
-        return Estimated(form, max(num_rows, 1), files, form.limits(int(sizes.max())))
+        self.note("how many tokens and steps there are is known when it is tokenized")
+        documents = _first_documents(self.requests)
+        longest = int(piece_lengths(documents, form.room).max(initial=1)) + form.num_virtual
+        return no_rows(_with_docs(form, documents), longest)
 
 
 def encode_options(options: SourceOptions, seq_len: int | None) -> EncodeOptions:
@@ -151,29 +159,198 @@ def open_named(
     return NamedData(options, tokenizer, plan_only, say, note, task)
 
 
-def _about(request: Request) -> tuple[int, np.ndarray]:
-    """About how many tokens there are for training, by the first batch; and the lengths (n,) of its documents."""
-    train = request.found.train
-    if isinstance(train, Texts):
-        total = train.num_bytes
-    elif isinstance(train, FileRows):
-        total = train.about()
-    else:
-        return request.found.limit or 0, np.empty(0, np.int64)
-    with closing(tokenized(request.work(train, request.encoder()))) as batches:
-        _, first = next(batches, (START, None))
-    if first is None:
-        return 0, np.empty(0, np.int64)
-    done = first.num_bytes if isinstance(train, Texts) else first.counts.rows
-    lengths = np.diff(first.stops, prepend=0, append=len(first.ids))
-    return len(first.ids) * total // max(done, 1), lengths[lengths > 0]
+def no_rows(form: RowForm, longest: int | None = None) -> RowSource:
+    """The shape of rows of documents of at most `longest` tokens, for a plan. UsageError for packed rows, if it is not
+    known how many documents they hold."""
+    if form.kind == PACKED and form.docs is None:
+        raise UsageError("--packing without data: give --max-docs, the documents of a row, or data to count them in")
+    rows = RowSource(form)
+    rows.limits = form.limits(longest)
+    return rows
 
 
-class Estimated(Samples):
-    """Samples of data that is not tokenized yet, for a plan: how many there will be, about, and their documents."""
+class StreamedRows(RowSource):
+    """Documents as rows of a form, without end: after the last document comes the first again.
+
+    `documents(begun, position)` has what became of the rows of the data after a position of FileRows, whose files are
+    shards here, each with the position after it, and the same each time; `begun` are seconds since 1970. `key` names
+    what else it depends on, and `first` is an encoder of its first rows.
+
+    Rows are windows, in which documents follow each other without a border, or they are packed, whole and apart as in
+    Packs, a group of consecutive documents at a time; with one document to a row, they are padded. A group ends with a
+    row of the data, after GROUP_TOKENS (or GROUP_ROWS rows of as many tokens) or with a pass.
+    """
 
     def __init__(
-        self, form: RowForm, num_windows: int, files: list[tuple[Path, int]], limits: tuple[int, int] | None = None
+        self,
+        documents: Callable[[int, Position], Iterator[tuple[Position, RowTokens]]],
+        form: RowForm,
+        name: str,
+        key: str = "",
+        first: Encoder | None = None,
     ) -> None:
         super().__init__(form)
-        self.num_windows, self.files, self.limits = num_windows, files, limits
+        self.documents, self.name, self.key, self.first = documents, name, key, first
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Those of the first rows."""
+        return set() if self.first is None else set(self.first.end_token_ids)
+
+    def templates(self) -> list[tuple[TemplateNote, float]]:
+        """The chat template that renders it, if there is one."""
+        note = None if self.first is None else self.first.template_note
+        return [] if note is None else [(note, 1.0)]
+
+    def read(self, position: Position = START) -> Iterator[tuple[Place, Rows]]:
+        """Row after row (1,T), each with the position after it.
+
+        A position is the whole numbers `begun` and PLACE, and for packed rows `packs`, how many of the group at this
+        place were taken. DataError for an id outside the vocabulary, or if a whole pass has no tokens.
+        """
+        at = dict(position) if position else {"begun": int(time.time()), **dict.fromkeys(PLACE, 0)}
+        return self._windows(at) if self.form.kind == WINDOWS else self._packs(at)
+
+    def _windows(self, at: Place) -> Iterator[tuple[Place, Rows]]:
+        pieces, waiting, size = self._pieces(at), list[_Piece](), self.form.room
+        while True:
+            while sum(len(piece.ids) for piece in waiting) <= size:
+                waiting.append(next(pieces))
+            ids, trained = _joined(waiting)
+            row = empty_rows(1, self.seq_len, None)
+            row.tokens[0, self.num_virtual :] = ids[:size]
+            aim(row.targets[0, self.num_virtual :], ids[: size + 1], trained[1 : size + 1])
+            rest = size
+            while len(waiting[0].ids) <= rest:
+                rest -= len(waiting.pop(0).ids)
+            waiting[0] = waiting[0].after(rest)
+            yield waiting[0].place, row
+
+    def _packs(self, at: Place) -> Iterator[tuple[Place, Rows]]:
+        taken = at.get("packs", 0)
+        for group, following in self._groups(at):
+            place = group[0].place
+            ids, trained = _joined(group)
+            lengths = np.array([length for piece in group for length in piece.lengths], np.int64)
+            seed = mixed(self.form.seed, place["epoch"], place["overall"])
+            index = pack_documents(lengths, replace(self.form, seed=seed))
+            for number in range(taken, index.num_packs):
+                row = empty_rows(1, self.seq_len, self.form.docs)
+                lay(row, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)), self.num_virtual)
+                is_last = number + 1 == index.num_packs
+                after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
+                yield after, row if self.limits else row._replace(borders=None)
+            taken = 0
+
+    def _groups(self, at: Place) -> Iterator[tuple[list[_Piece], Place]]:
+        """What is packed together, and the place of what follows."""
+        group: list[_Piece] = []
+        count, enough = 0, max(GROUP_TOKENS, GROUP_ROWS * self.seq_len)
+        for piece in self._pieces(at):
+            if group and (count >= enough or piece.place["epoch"] != group[0].place["epoch"]):
+                yield group, piece.place
+                group, count = [], 0
+            group.append(piece)
+            count += len(piece.ids)
+
+    def _pieces(self, at: Place) -> Iterator[_Piece]:
+        """Documents from a place on, pass after pass."""
+        epoch, skipped = at["epoch"], at["token"]
+        start: Position = (at["shard"], at["row"], at["overall"])
+        empty = False
+        while True:
+            for (shard, after, after_all), row in self.documents(at["begun"], start):
+                ids = row.ids
+                if ids.size and not 0 <= ids.min() <= ids.max() < self.form.vocab_size:
+                    raise DataError(
+                        f"{self.name}, shard {shard}, row {after}: an id is outside the vocabulary "
+                        f"(0 to {self.form.vocab_size - 1}): tokenize the text with the model's own tokenizer"
+                    )
+                trained = np.ones(ids.size, bool) if row.trained is None else row.trained
+                place = dict(zip(PLACE, (epoch, shard, after - 1, after_all - 1, 0), strict=True))
+                piece = _Piece({"begun": at["begun"], **place}, ids, trained, row.lengths).after(skipped)
+                skipped = 0
+                if piece.ids.size:
+                    empty = False
+                    yield piece
+            if empty:
+                raise DataError(f"{self.name} has no tokens: check where it comes from")
+            epoch, empty, start = epoch + 1, True, START
+
+
+class _Piece(NamedTuple):
+    """The tokens of a row of the data from one of them on, which is at `place`."""
+
+    place: Place
+    ids: np.ndarray
+    trained: np.ndarray
+    lengths: tuple[int, ...]  # of the whole row's documents
+
+    def after(self, count: int) -> _Piece:
+        place = {**self.place, "token": self.place["token"] + count}
+        return self._replace(place=place, ids=self.ids[count:], trained=self.trained[count:])
+
+
+def _joined(pieces: Sequence[_Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """The ids (n,) of pieces one after the other, and which are trained (n,)."""
+    return np.concatenate([piece.ids for piece in pieces]), np.concatenate([piece.trained for piece in pieces])
+
+
+def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
+    """The rows of a request as an endless stream of rows of this form.
+
+    Where rows are too long, that is reported when the first one is, and with all else at the end of the first pass.
+    Packed rows that leave it open have as many documents as fill rows with documents such as the first ones. UsageError
+    for text files, mixtures and drawn rows.
+    """
+    rows, name = request.found.train, request.found.name
+    if not isinstance(rows, FileRows) or request.found.limit is not None or request.found.eval_tokens:
+        raise UsageError(
+            f"--streaming reads files of rows one after the other, which {name} is not: leave it out, or name the "
+            "files or the data set of the Hub itself (such as HuggingFaceFW/fineweb:sample-10BT)"
+        )
+    first = request.encoder()
+    assert first is not None
+    say(f"{name}: a stream; {request.found.rule}\n{first.describe()}")
+    first.encode(request.first_rows, [])  # which tokens end its trained turns
+    said: set[str] = set()
+
+    def report(when: str, counts: Counts, num_bad: int) -> None:
+        if when not in said:
+            said.add(when)
+            for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
+                say(f"{name}, {when}: {note}")
+
+    documents = partial(_tokens_of_rows, request, rows, report)
+    return StreamedRows(documents, _with_docs(form, _first_documents([request])), name, request.key, first)
+
+
+def _first_documents(requests: Sequence[Request]) -> np.ndarray:
+    """Tokens (n,) int64 of the documents of the first rows; the same on every day, as a run resumes with no other."""
+    encoders = [(request, request.encoder(datetime.fromtimestamp(0))) for request in requests]
+    found = (one for request, encoder in encoders if encoder for one in encoder.encode(request.first_rows, []))
+    return np.array([len(document.ids) for document in found], np.int64)
+
+
+def _with_docs(form: RowForm, documents: np.ndarray) -> RowForm:
+    """The form with the documents of a row, by a sample of them."""
+    is_open = form.kind == PACKED and form.docs is None and len(documents)
+    return with_docs(form, documents, is_sample=True) if is_open else form
+
+
+def _tokens_of_rows(
+    request: Request, rows: FileRows, report: Callable[[str, Counts, int], None], begun: int, position: Position
+) -> Iterator[tuple[Position, RowTokens]]:
+    """What becomes of a request's rows, as a stream; templates see the time `begun`."""
+    encoder = request.encoder(datetime.fromtimestamp(begun))
+    assert encoder is not None
+    left_out, counts = BadRows(request.skip_bad_rows), Counts()
+    with closing(tokenized(RowWork(rows, encoder, ROWS_AT_ONCE), position)) as batches:
+        for _, batch in batches:
+            for one in batch.bad:
+                left_out.add(one)
+            counts.add(batch.counts)
+            if counts.overlong:
+                report("so far", counts, left_out.count)
+            yield from batch.by_row()
+    report("to the end of its rows", counts, left_out.count)

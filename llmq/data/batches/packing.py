@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.permutation import mixed, sample_order
-from llmq.data.batches.rows import FileSamples, RowForm, Rows, aim, empty_rows
+from llmq.data.batches.rows import FileSamples, RowForm, Rows, aim, empty_rows, mixed, sample_order, share
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import Sidecar
 from llmq.errors import DataError, all_problems, noted
@@ -72,11 +71,17 @@ class Packs(FileSamples):
     def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
         """Raises DataError if a file does not say where its documents end, or for a foreign id (see FileSamples)."""
         documents = document_lengths(files)
-        super().__init__(files, with_docs(form, sizes_in_rows(documents, form)))
+        super().__init__(files, with_docs(form, documents))
         self.index = pack_documents(documents, self.form)
         self.num_windows = self.index.num_packs
         self.longest = int(self.index.lengths.max(initial=1)) + self.num_virtual  # tokens of a document in a row
         self.limits = self.form.limits(self.longest)
+
+    def facts(self) -> dict[str, str]:
+        """How full the rows are, and what is trained of them."""
+        kind = f"at most {self.limits[0]} documents in each" if self.limits else "a document in each"
+        rows = f"{self.num_windows:,}, {100 * self.fill:.2f}% full, {kind}"
+        return {"rows": rows, "trained tokens": share(self.num_trained, self.num_windows * self.seq_len)}
 
     @property
     def fill(self) -> float:
@@ -85,17 +90,8 @@ class Packs(FileSamples):
 
     @cached_property
     def num_trained(self) -> int:
-        """Tokens of an epoch that are trained. Reads the masks, if there are any."""
-        documents = document_lengths(self.token_files)
-        starts = np.cumsum(documents) - documents
-        total = self.num_tokens - len(starts)
-        for file, first in zip(self.token_files, self.file_starts[:-1].tolist(), strict=True):
-            for at in range(0, file.num_tokens if file.mask_bits is not None else 0, READ_AT_ONCE):
-                stop = min(at + READ_AT_ONCE, file.num_tokens)
-                excluded = ~file.trained(at, stop)
-                low, high = np.searchsorted(starts, (first + at, first + stop))
-                total -= int(excluded.sum()) - int(excluded[starts[low:high] - first - at].sum())
-        return total
+        """Tokens of an epoch that are trained: the first of a document is not. Reads the masks, if there are any."""
+        return sum(file.num_trained - file.count_trained(_document_starts(file)[:-1]) for file in self.token_files)
 
     def read(self, samples: np.ndarray) -> Rows:
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
@@ -110,15 +106,14 @@ class Packs(FileSamples):
         return self.part(number, start - before, stop - before)
 
 
-def with_docs(form: RowForm, sizes: np.ndarray) -> RowForm:
+def with_docs(form: RowForm, documents: np.ndarray, *, is_sample: bool = False) -> RowForm:
     """A form with the documents of a row: where it leaves them open, as few as fill rows nearly as well as any number
-    would (`fewest_docs`) with documents that take these `sizes` (n,) of them."""
+    would (`fewest_docs`) with documents of these lengths (n,). A sample is repeated until it fills SAMPLE_ROWS rows, as
+    rows could hold as many documents as there are in all the data."""
+    sizes = piece_lengths(documents, form.room) + np.int32(form.num_virtual)
+    if is_sample and len(sizes):
+        sizes = np.tile(sizes, -(-SAMPLE_ROWS * form.seq_len // max(int(sizes.sum()), 1)))
     return replace(form, max_docs=form.docs or fewest_docs(sizes, form.seq_len))
-
-
-def sizes_in_rows(documents: np.ndarray, form: RowForm) -> np.ndarray:
-    """What each piece (n,) int32 of documents of these lengths takes of a row, virtual tokens included."""
-    return piece_lengths(documents, form.room) + np.int32(form.num_virtual)
 
 
 def pack_documents(documents: np.ndarray, form: RowForm) -> PackIndex:
@@ -161,6 +156,26 @@ def document_lengths(files: Sequence[TokenFile]) -> np.ndarray:
     return np.concatenate(lengths)
 
 
+def _document_starts(file: TokenFile) -> np.ndarray:
+    """(num_documents + 1,) int64: the first token of each document, then the end of the file.
+
+    A file of version 1 or 2 does not say it, and is cut after each end token of its tokenizer.
+    """
+    if file.header.version >= 3:
+        return file.document_starts
+    if (sidecar := Sidecar.read(file.path, file.num_tokens)) is None:
+        raise DataError(
+            f"{file.path} is of version {file.header.version}, which does not say where documents end, and no sidecar "
+            "names their end token: make it again with tokenize-data, or leave out --packing and --no-packing"
+        )
+    found = [np.zeros(1, np.int64)]
+    for at in range(0, file.num_tokens, READ_AT_ONCE):
+        ids = file.tokens[at : at + READ_AT_ONCE]
+        found.append(np.flatnonzero(ids == sidecar.tokenizer.eos_token_id) + at + 1)
+    starts = np.concatenate(found)
+    return starts if starts[-1] == file.num_tokens else np.append(starts, file.num_tokens)
+
+
 def piece_lengths(documents: np.ndarray, seq_len: int) -> np.ndarray:
     """Tokens (n,) int32 of each piece of at most seq_len tokens of the documents, in order."""
     counts = piece_counts(documents, seq_len)
@@ -172,29 +187,6 @@ def piece_lengths(documents: np.ndarray, seq_len: int) -> np.ndarray:
 def piece_counts(documents: np.ndarray, seq_len: int) -> np.ndarray:
     """How many pieces (n,) int64 each document has: two that follow each other share a token."""
     return np.maximum(-(-(documents - 1) // (seq_len - 1)), 1)
-
-
-def _document_starts(file: TokenFile) -> np.ndarray:
-    """(num_documents + 1,) int64: the first token of each document, then the end of the file.
-
-    A file that does not count its documents itself (version 1 or 2, or one document where its sidecar counts several)
-    is cut after each end token of its tokenizer.
-    """
-    sidecar = Sidecar.read(file.path, file.num_tokens)
-    uncounted = file.num_documents == 1 and sidecar is not None and sidecar.num_documents > 1
-    if file.header.version >= 3 and not uncounted:
-        return file.document_starts
-    if sidecar is None:
-        raise DataError(
-            f"{file.path} is of version {file.header.version}, which does not say where documents end, and no sidecar "
-            "names their end token: make it again with tokenize-data, or leave out --packing and --no-packing"
-        )
-    found = [np.zeros(1, np.int64)]
-    for at in range(0, file.num_tokens, READ_AT_ONCE):
-        ids = file.tokens[at : at + READ_AT_ONCE]
-        found.append(np.flatnonzero(ids == sidecar.tokenizer.eos_token_id) + at + 1)
-    starts = np.concatenate(found)
-    return starts if starts[-1] == file.num_tokens else np.append(starts, file.num_tokens)
 
 
 class Filling(NamedTuple):
@@ -226,28 +218,15 @@ def fewest_docs(lengths: np.ndarray, seq_len: int) -> int:
     Attention on the GPU takes memory for each place of a pack, whether a document is there or not.
     """
     histogram = np.bincount(lengths, minlength=seq_len + 1)
-    enough = int(_count(histogram, seq_len, seq_len) * (1 + WORTH_A_PLACE))
+
+    def num_packs(max_docs: int) -> int:
+        return sum(filling.repeats for filling in fill(histogram, seq_len, max_docs))
+
+    enough = int(num_packs(seq_len) * (1 + WORTH_A_PLACE))
     docs = max(len(lengths) * seq_len // max(int(lengths.sum()), 1), 1)
-    while _count(histogram, seq_len, docs) > enough:
+    while num_packs(docs) > enough:
         docs += max(docs // 8, 1)
     return docs
-
-
-def count_packs(lengths: np.ndarray, seq_len: int, max_docs: int) -> int:
-    """How many packs documents of these lengths (n,) make."""
-    return _count(np.bincount(lengths, minlength=seq_len + 1), seq_len, max_docs)
-
-
-def repeated(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Lengths (n,) of documents that are a sample, repeated until they fill SAMPLE_ROWS rows.
-
-    So that rows could hold as many of them as there are in all the data.
-    """
-    return np.tile(lengths, -(-SAMPLE_ROWS * seq_len // max(int(lengths.sum()), 1))) if len(lengths) else lengths
-
-
-def _count(histogram: np.ndarray, seq_len: int, max_docs: int) -> int:
-    return sum(filling.repeats for filling in fill(histogram, seq_len, max_docs))
 
 
 def fill(histogram: np.ndarray, seq_len: int, max_docs: int) -> list[Filling]:

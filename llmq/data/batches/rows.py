@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.permutation import sample_order
 from llmq.data.rows.find_sources import matched
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import SUFFIX, Sidecar, TemplateNote, same_ids, tokenizer_hash
-from llmq.errors import DataError, UsageError, all_problems, noted
+from llmq.errors import UsageError, all_problems, noted
 from llmq.tensor import IGNORED
 
 WINDOWS, PACKED, PADDED = "windows", "packed rows", "padded rows"
 OPTIONS = {WINDOWS: "--packing=windows", PACKED: "--packing", PADDED: "--no-packing"}
-KINDS = {"windows": WINDOWS, True: PACKED, False: PADDED}  # by the value of --packing
-CHECKED_WHOLE = 1 << 26  # tokens: the ids of files up to this (256 MiB) are all checked when training starts
-CHECKED_ENDS = 1 << 20  # tokens at each end that are checked in larger ones; every batch is checked in any case
+CHECKED_ENDS = 1 << 20  # tokens at each end of a file that are checked when training starts; the others when read
+ROUNDS = 6  # of a permutation, each of both halves; 4 pass the statistical tests already
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,9 @@ class RowLayout:
     kind: str = WINDOWS
     why: str = ""
 
-    @classmethod
-    def asked_for(cls, packing: bool | str) -> RowLayout:
-        """That of a value of --packing."""
-        return cls(KINDS[packing], f"by {OPTIONS[KINDS[packing]]}")
-
     def refuse_other(self, state: Mapping[str, Any]) -> None:
         """UsageError if a checkpoint, of which this is the `state`, was trained on another layout."""
-        # Runs that did not store it had windows where --packing was left open.
-        saved = state.get("row_layout") or KINDS.get(state["options"].get("packing"), WINDOWS)
-        if saved != self.kind:
+        if (saved := state["row_layout"]) != self.kind:
             raise UsageError(
                 f"the checkpoint was trained on {saved}, and this run would train on {self.kind} ({self.why}): add "
                 f"{OPTIONS[saved]} to continue it"
@@ -98,7 +91,8 @@ def choose_row_layout(
     if packing is True and cannot_pack:
         raise UsageError(f"--packing: {cannot_pack}: use --no-packing, which pads rows, or --model-dtype fp32")
     if packing is not None:
-        found = RowLayout.asked_for(packing)
+        kind = {"windows": WINDOWS, True: PACKED, False: PADDED}[packing]
+        found = RowLayout(kind, f"by {OPTIONS[kind]}")
     elif not has_rows:
         found = RowLayout(WINDOWS, "text and token files run on across documents; --packing keeps these whole")
     elif cannot_pack:
@@ -134,12 +128,11 @@ def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
     return Rows(tokens, np.full_like(tokens, IGNORED), borders)
 
 
-def stacked(rows: Sequence[Rows]) -> Rows:
+def stacked(rows: Iterable[Rows]) -> Rows:
     """Rows of several one after the other, which have borders for equally many documents, or none."""
-    tokens, targets, borders = zip(*rows, strict=True)
-    return Rows(
-        np.concatenate(tokens), np.concatenate(targets), None if borders[0] is None else np.concatenate(borders)
-    )
+    tokens, targets, borders = (None if part[0] is None else np.concatenate(part) for part in zip(*rows, strict=True))
+    assert tokens is not None and targets is not None
+    return Rows(tokens, targets, borders)
 
 
 def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> None:
@@ -152,17 +145,18 @@ def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> Non
 class RowSource:
     """Rows of a form, of the tokens of some files: what is known of them, however they are read."""
 
-    limits: tuple[int, int] | None = None  # most documents of a row, and tokens of a document; None: no borders
+    num_windows: int | None = None  # how many rows an epoch has, if that is known ahead
 
     def __init__(self, form: RowForm, files: Sequence[TokenFile] = ()) -> None:
         self.form, self.token_files = form, tuple(files)
         self.seq_len, self.num_virtual = form.seq_len, form.num_virtual  # with virtual tokens before each document
         self.files = [(file.path, file.num_tokens) for file in files]
+        self.num_tokens = sum(count for _, count in self.files)
+        self.limits = form.limits()  # most documents of a row, and tokens of a document; None: no borders
 
-    @property
-    def num_tokens(self) -> int:
-        """Those of all files."""
-        return sum(count for _, count in self.files)
+    def facts(self) -> dict[str, str]:
+        """How full the rows are and what is trained of them, in words, as far as that is known."""
+        return {"rows": f"at most {self.limits[0]} documents in each"} if self.limits else {}
 
     @property
     def end_token_ids(self) -> set[int]:
@@ -178,7 +172,7 @@ class RowSource:
 class Samples(RowSource):
     """Rows that are numbered from 0, of any kind."""
 
-    num_windows: int  # how many there are: one epoch
+    num_windows: int
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
         """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`.
@@ -189,30 +183,32 @@ class Samples(RowSource):
 
     def read(self, samples: np.ndarray) -> Rows:
         """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
-        raise DataError("the data is not tokenized yet: run without --dry-run")
+        raise NotImplementedError
 
 
 class FileSamples(Samples):
     """Samples that are cut from the tokens of several files one after the other."""
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
-        """DataError if an id is found that is not of the form's vocabulary; see CHECKED_WHOLE."""
+        """DataError if an id is found that is not of the form's vocabulary; see CHECKED_ENDS."""
         super().__init__(form, files)
         self.file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         with all_problems() as problems:
             for file in files:
                 with noted(problems):
-                    if file.num_tokens <= CHECKED_WHOLE:
-                        file.check_ids(form.vocab_size)
-                    else:
-                        file.check_ids(form.vocab_size, 0, CHECKED_ENDS)
-                        file.check_ids(form.vocab_size, file.num_tokens - CHECKED_ENDS)
+                    file.check_ids(form.vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
+                    file.check_ids(form.vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
 
     def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
         """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""
         file = self.token_files[number]
         file.check_ids(self.form.vocab_size, start, stop)
         return file.tokens[start:stop], file.mask_bits is None or file.trained(start + 1, stop)
+
+
+def share(count: int, total: int) -> str:
+    """A count and its share of the total, in words."""
+    return f"{count:,}, {100 * count / max(total, 1):.2f}%"
 
 
 def sidecars(files: Sequence[TokenFile]) -> list[tuple[TokenFile, Sidecar]]:
@@ -234,6 +230,12 @@ class Windows(FileSamples):
         room = self._size - 1 if with_tails else 0  # the most tokens that a window may lack
         self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // self._size)
         self.num_windows = int(self._ends[-1]) if files else 0
+
+    def facts(self) -> dict[str, str]:
+        """What is trained, of files with masks."""
+        if all(file.mask_bits is None for file in self.token_files):
+            return {}
+        return {"trained tokens": share(sum(file.num_trained for file in self.token_files), self.num_tokens)}
 
     def read(self, samples: np.ndarray) -> Rows:
         """The windows with the numbers `samples` (n,), not packed. Targets that the file's masks exclude are -100."""
@@ -292,3 +294,55 @@ def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None)
                     f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text "
                     f"with --tokenizer {model}, or train another model"
                 )
+
+
+def sample_order(places: np.ndarray, num_samples: int, seed: int) -> np.ndarray:
+    """Which sample (n,) int64 in 0 .. num_samples - 1 is at each of `places` (n,), counted through all epochs.
+
+    Place p lies in epoch p // num_samples; each epoch of each seed has a permutation of its own. It is computed place
+    by place and never stored: a table would cost memory and time with every epoch and every resume. It is the Feistel
+    network of Black and Rogaway ("Ciphers with Arbitrary Finite Domains", 2002): a number below a * b is a pair (left
+    below a, right below b), and each round adds to one half a keyed function of the other, modulo that half's size.
+    With a about sqrt(N) and b just large enough, at most a - 1 of the a * b numbers are no samples; those few walk on
+    through the permutation until they reach one (cycle walking), which keeps it a permutation.
+    """
+    places = np.asarray(places, np.int64)
+    assert num_samples > 0 and (places >= 0).all()
+    epochs, x = np.divmod(places, num_samples)
+    a = isqrt(num_samples - 1) + 1
+    b = -(-num_samples // a)
+    keys = _mix(_mix(np.full(len(x), seed % 2**64, np.uint64)) ^ epochs.astype(np.uint64))
+    x = _permute(x.astype(np.uint64), keys, a, b)
+    while (outside := x >= num_samples).any():
+        x[outside] = _permute(x[outside], keys[outside], a, b)
+    return x.astype(np.int64)
+
+
+def mixed(seed: int, *words: int) -> int:
+    """A 64-bit seed of its own for `words` (each below 2^64) of `seed`."""
+    state = _mix(np.array([seed % 2**64], np.uint64))
+    for word in words:
+        state = _mix(state ^ np.uint64(word))
+    return int(state[0])
+
+
+def _permute(x: np.ndarray, keys: np.ndarray, a: int, b: int) -> np.ndarray:
+    """A keyed permutation of 0 .. a * b - 1, applied to `x` (n,) uint64 with `keys` (n,) uint64."""
+    left, right = x // np.uint64(b), x % np.uint64(b)
+    for _ in range(ROUNDS):
+        keys = keys + _GOLDEN
+        left = (left + _mix(_mix(keys) ^ right) % np.uint64(a)) % np.uint64(a)
+        keys = keys + _GOLDEN
+        right = (right + _mix(_mix(keys) ^ left) % np.uint64(b)) % np.uint64(b)
+    return left * np.uint64(b) + right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit words in which every input bit moves about half of the output bits.
+
+    The output function of SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", 2014).
+    """
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

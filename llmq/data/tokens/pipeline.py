@@ -277,7 +277,7 @@ def tokenized(
     pool = ThreadPoolExecutor(at_once, "llmq-tokenize", workers.start if workers else None)
     results = ((after, pool.submit(encode, batch)) for after, batch in batches)
     try:
-        with closing(ReadAhead(results, at_once)) as ahead:
+        with ReadAhead(results, at_once) as ahead:
             for after, result in ahead:
                 yield after, result.result()
     finally:

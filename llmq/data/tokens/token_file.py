@@ -251,6 +251,11 @@ class TokenFile:
         excluded = (~self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)) for at in starts)
         return self.num_tokens - sum(int(np.count_nonzero(block)) for block in excluded)
 
+    def count_trained(self, tokens: np.ndarray) -> int:
+        """How many of the tokens (n,) with these numbers are trained, of a file whose masks were checked."""
+        bits = self.mask_bits
+        return len(tokens) if bits is None else int(np.count_nonzero(bits[tokens >> 3] >> (tokens & 7) & 1))
+
     def check_ids(self, vocab_size: int, start: int = 0, stop: int | None = None) -> None:
         """Raises DataError if the tokens [start, stop) are damaged, or at the first not in 0 .. vocab_size - 1."""
         stop = self.num_tokens if stop is None else stop

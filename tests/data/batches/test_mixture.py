@@ -17,8 +17,7 @@ from llmq.data.batches import mixture as mixture_module
 from llmq.data.batches.loader import open_data
 from llmq.data.batches.mixture import Mixture, assignment, whole_parts
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.permutation import sample_order
-from llmq.data.batches.rows import PACKED, RowForm, Windows
+from llmq.data.batches.rows import PACKED, RowForm, Windows, sample_order
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 from llmq.options.data import DataOptions
@@ -44,7 +43,7 @@ def make(folder: Path, sizes: list[int], weights: list[float]) -> Mixture:
     for number, size in enumerate(sizes):
         file = TokenFile.open(write(folder / f"{number}.bin", number, size))
         sources.append(Windows([file], RowForm(T, 10_000)))
-    return Mixture(sources, weights)
+    return Mixture(sources, weights, [str(size) for size in sizes])
 
 
 @settings(max_examples=40, deadline=None)
@@ -132,7 +131,7 @@ def test_borders_of_all_sources_come_together(tmp_path: Path) -> None:
         sources.append(Packs([TokenFile.open(tmp_path / f"{name}.bin")], RowForm(64, 99, PACKED)))
     short, long = sources
     assert short.limits is not None and short.limits[1] == 9 and long.limits is None
-    mixture = Mixture(sources, [1, 1])
+    mixture = Mixture(sources, [1, 1], ["short", "long"])
     assert mixture.limits == (short.limits[0], 64)
     rows, one = mixture.read(np.array([short.num_windows, 2])), short.read(np.array([2]))
     assert rows.borders is not None and one.borders is not None

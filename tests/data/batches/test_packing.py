@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import sidecar
-from token_files import legacy_bytes, write_tokens
+from token_files import legacy_bytes
 
 from llmq.data.batches import packing
 from llmq.data.batches.loader import eval_batches
 from llmq.data.batches.packing import WORTH_A_PLACE, Packs, fewest_docs, fill, pack
-from llmq.data.batches.permutation import sample_order
-from llmq.data.batches.rows import PACKED, RowForm
+from llmq.data.batches.rows import PACKED, RowForm, sample_order
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import DataError, UsageError
 
@@ -156,16 +155,6 @@ def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token
     cut.write_bytes(legacy_bytes(tokens[:-1], VOCAB))
     about.model_copy(update={"num_tokens": 15}).write(cut)
     assert packing.document_lengths([TokenFile.open(cut)]).tolist() == [1, 3, 4, 2, 5]
-
-
-def test_a_file_of_one_document_whose_sidecar_tells_of_several_is_cut_at_end_tokens(tmp_path: Path) -> None:
-    several = write(tmp_path / "several.bin", [3, 4, 9])
-    one = tmp_path / "one.bin"
-    write_tokens(one, several.tokens.astype(np.int32), vocab_size=VOCAB)
-    assert packing.document_lengths([TokenFile.open(one)]).tolist() == [16]
-    for count, expected in ((1, [16]), (3, [3, 4, 9])):
-        sidecar().model_copy(update={"num_tokens": 16, "num_documents": count}).write(one)
-        assert packing.document_lengths([TokenFile.open(one)]).tolist() == expected
 
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmq.data.batches.permutation import sample_order
+from llmq.data.batches.rows import sample_order
 
 
 @settings(max_examples=150, deadline=None)

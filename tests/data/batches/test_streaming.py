@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.batches import streaming
+from llmq.data.batches import named_data
 from llmq.data.batches.loader import Data, Loader, RankBatches
+from llmq.data.batches.named_data import StreamedRows, open_stream
 from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
-from llmq.data.batches.streaming import StreamedRows, open_stream
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows.file_rows import FileRows, HeldShare
 from llmq.data.rows.find_sources import Found, Request
@@ -39,20 +39,19 @@ def stream_of(
 ) -> StreamedRows:
     """Windows, or packed rows; every third row is two documents."""
 
-    class Documents:
-        def read(self, position: Position = START) -> Iterator[tuple[Position, RowTokens]]:
-            shard, row, overall = position or (0, 0, 0)
-            if opened is not None:
-                opened.append((shard, row, overall))
-            for s in range(shard, len(shards)):
-                for r in range(row if s == shard else 0, len(shards[s])):
-                    ids, trained = shards[s][r]
-                    mask = None if trained is None else np.array(trained)
-                    after = (s, r + 1, sum(map(len, shards[:s])) + r + 1)
-                    yield after, RowTokens(np.array(ids, np.int32), mask, lengths_of(ids))
+    def documents(begun: int, position: Position) -> Iterator[tuple[Position, RowTokens]]:
+        shard, row, overall = position or (0, 0, 0)
+        if opened is not None:
+            opened.append((shard, row, overall))
+        for s in range(shard, len(shards)):
+            for r in range(row if s == shard else 0, len(shards[s])):
+                ids, trained = shards[s][r]
+                mask = None if trained is None else np.array(trained)
+                after = (s, r + 1, sum(map(len, shards[:s])) + r + 1)
+                yield after, RowTokens(np.array(ids, np.int32), mask, lengths_of(ids))
 
     form = RowForm(T, 1000, WINDOWS if max_docs is None else PACKED, 3, max_docs)
-    return StreamedRows(lambda begun: Documents(), form, "the stream", "its key")
+    return StreamedRows(documents, form, "the stream", "its key")
 
 
 class Row(NamedTuple):
@@ -208,8 +207,8 @@ def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes
 ) -> None:
     shards = counted(sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "GROUP_TOKENS", group)
-        patch.setattr(streaming, "GROUP_ROWS", 1)
+        patch.setattr(named_data, "GROUP_TOKENS", group)
+        patch.setattr(named_data, "GROUP_ROWS", 1)
         stream = stream_of(shards, max_docs=docs)
         assert stream.limits == (None if docs == 1 else (docs, T))
         rows, whole, epochs = rows_of(stream), [], []
@@ -320,7 +319,7 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     """What was split is not one again, as it is in windows."""
     options = EncodeOptions(overlong="split", seq_len=LONG)
     stream = stream_of_files(tmp_path, small_tokenizer, options=options, kind=PACKED)
-    for _, document in islice(stream.documents(0).read(), 20):
+    for _, document in islice(stream.documents(0, START), 20):
         whole, rest = divmod(len(document.ids), LONG)
         assert document.lengths == (LONG,) * whole + (rest,) * (rest > 0)
     rows = [row for row in islice(rows_of(stream), 400) if row.state["epoch"] == 0]

@@ -7,9 +7,9 @@ import pytest
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
+from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows, stacked
-from llmq.data.batches.streaming import StreamedRows
 from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
@@ -90,14 +90,13 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
     rng = np.random.default_rng(2)
     documents = [rng.integers(1, VOCAB, length) for length in rng.integers(2, 15, 9)]
 
-    class Documents:
-        def read(self, position=()):
-            for n in range(position[1] if position else 0, len(documents)):
-                yield (0, n + 1, n + 1), RowTokens(documents[n], None, (len(documents[n]),))
+    def tokens(begun, position):
+        for n in range(position[1] if position else 0, len(documents)):
+            yield (0, n + 1, n + 1), RowTokens(documents[n], None, (len(documents[n]),))
 
     def rows_of(num_virtual, count, state=None):
         form = RowForm(10 + num_virtual, VOCAB, PACKED if max_docs else WINDOWS, 0, max_docs, num_virtual)
-        found = StreamedRows(lambda begun: Documents(), form, "it").read(state or ())
+        found = StreamedRows(tokens, form, "it").read(state or ())
         states, rows = zip(*(next(found) for _ in range(count)), strict=True)
         return states, stacked(rows)
 
