@@ -1,4 +1,4 @@
-"""What block code is written against: tensors by attribute, linear maps, sublayers and stores.
+"""What block code is written against: ops by name, tensors by attribute, linear maps, sublayers and stores.
 
 Nothing is decided here. An editor follows `a.` and `w.` by these; a backend, a site or a store fits when it has
 the same methods.
@@ -6,14 +6,24 @@ the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from llmq.op_protocol import Ops
 from llmq.row import Row
 from llmq.tensor import Ref, Slot
 
 PartName = str | int  # of a model: `embed`, a layer by its number, `head`
+
+
+class Ops:
+    """Every op by its name; the planner's recorder and a backend make the methods when they are asked for.
+
+    An op takes what its function in `llmq/ops/reference/` takes, with Refs in place of tensors and None for a result
+    that is not wanted. mypy checks calls by that function's signature (`tools/ops_for_mypy.py`).
+    """
+
+    def __getattr__(self, op: str) -> Callable[..., None]:
+        raise AttributeError(op)
 
 
 class Slots(Protocol):

@@ -20,7 +20,6 @@ FLOORS = (
     ("disk", "scaling", "screen"),
     ("tensor",),  # handles of values, without memory
     ("operands", "row"),  # what ops get; parameters as they are held
-    ("op_protocol",),  # ops by name
     ("protocols",),  # what block code is written against
     ("options",),  # what can be set
     ("hardware",),  # devices, cards, drivers

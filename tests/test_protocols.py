@@ -18,7 +18,7 @@ CALLS = {
 
 
 def test_mypy_refuses_a_call_that_the_reference_does_not_take(tmp_path):
-    lines = ["from llmq.op_protocol import Ops", "from llmq.tensor import Ref", "def calls(ops: Ops, x: Ref) -> None:"]
+    lines = ["from llmq.protocols import Ops", "from llmq.tensor import Ref", "def calls(ops: Ops, x: Ref) -> None:"]
     (tmp_path / "calls.py").write_text("\n".join([*lines, *(f"    {call}" for call in CALLS)]), "utf-8")
     config = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path / "cache"))
     found, said, _ = api.run([*config, "--follow-imports", "silent", str(tmp_path / "calls.py")])

@@ -6,7 +6,7 @@ from mypy.nodes import Decorator, MypyFile
 from mypy.plugin import AttributeContext, Plugin
 from mypy.types import CallableType, Instance, NoneType, Type, UnionType, get_proper_type
 
-OPS = "llmq.op_protocol"
+OPS = "llmq.protocols"
 REFERENCE = "llmq.ops.reference"
 FILES = sorted((Path(__file__).parents[1] / REFERENCE.replace(".", "/")).glob("*.py"))
 MODULES = [f"{REFERENCE}.{path.stem}" for path in FILES if path.stem != "__init__"]

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.blocks.rows import SublayerRows
-from llmq.op_protocol import Ops
-from llmq.protocols import Core, Parameters, Site, Slots
-from llmq.row import Row
+from llmq.protocols import Core, Ops, Parameters, Site, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Slot
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from llmq.blocks.attention import DenseCore, Heads
 from llmq.blocks.head import Chunk, Head, LogitsReader
-from llmq.op_protocol import Ops
-from llmq.protocols import Site, Slots
+from llmq.protocols import Ops, Site, Slots
 from llmq.tensor import Slot
 
 

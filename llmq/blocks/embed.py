@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.tensor import Slot
 
 

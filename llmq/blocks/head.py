@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Site, Slots
+from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Ref, Slot
 
 

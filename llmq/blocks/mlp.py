@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llmq.blocks.rows import SublayerRows
-from llmq.op_protocol import Ops
-from llmq.protocols import Activation, Parameters, PiecedSublayer, Site, Slots
-from llmq.row import Row
+from llmq.protocols import Activation, Ops, Parameters, PiecedSublayer, Site, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
 

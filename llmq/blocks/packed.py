@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.blocks.attention import DenseCore, Heads
-from llmq.op_protocol import Ops
-from llmq.protocols import Slots
+from llmq.protocols import Ops, Slots
 from llmq.tensor import Slot
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmq.blocks.attention import Heads, Rotary, Unturned
-from llmq.blocks.rows import SublayerRows
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
-from llmq.row import Row
+from llmq.protocols import Ops, Parameters, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Slot
 
 

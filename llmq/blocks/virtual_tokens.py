@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.tensor import Slot
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import Head
-from llmq.op_protocol import Ops
 from llmq.ops.record import Backward, Replay
-from llmq.protocols import GradStore, Parameters, PartName, PiecedSublayer, Site, Slots, Sublayer, WeightStore
+from llmq.protocols import GradStore, Ops, Parameters, PartName, PiecedSublayer, Site, Slots, Sublayer, WeightStore
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from llmq.blocks.attention import Attention, Heads, Rotary
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import Mlp, SwiGlu
 from llmq.blocks.qk_norm import NormedRotary
-from llmq.blocks.rows import SublayerRows
 from llmq.model.config_keys import ConfigKeys, windows_of_layers
 from llmq.protocols import Activation
-from llmq.row import Row
+from llmq.row import Row, SublayerRows
 
 if TYPE_CHECKING:
     from llmq.model.config import ModelConfig

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from llmq.op_protocol import Ops
 from llmq.ops.seam import record
+from llmq.protocols import Ops
 from llmq.tensor import Form, Ref, changed
 
 

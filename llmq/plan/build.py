@@ -22,7 +22,8 @@ from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
 from llmq.row import Row
-from llmq.sites.factories import FACTORIES
+from llmq.sites.fp8 import Fp8Linear
+from llmq.sites.linear import Bf16Linear
 from llmq.stores.fetched_weights import MASTER_FORM
 
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
@@ -33,7 +34,8 @@ NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a
 def site_of(spec: Spec, name: str) -> Site:
     """The site of the linear map of a name."""
     p = spec.precision
-    base = FACTORIES[p.dtype(name)](name, p.gradient, p.scaling)
+    dtype = p.dtype(name)
+    base = Fp8Linear(name, p.gradient, p.scaling) if dtype == "e4m3" else Bf16Linear(name, dtype)
     return spec.adapters.site(base, SiteFacts(spec.config, p.model, p.stat, spec.seed, spec.batch_size))
 
 

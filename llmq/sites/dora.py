@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.row import Part, Row
 from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.lora import LoraAdapter

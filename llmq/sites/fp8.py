@@ -40,6 +40,7 @@ class Fp8Linear(Linear):
         super().__init__(
             name,
             x=Copies(Form("e4m3", "row", by.rows), Form("e4m3", "col", by.columns)),
+            # Of their own dtype: e5m2 reaches further where a scale of earlier steps is too small.
             d_y=Copies(Form(gradient_dtype, "row", by.rows), Form(gradient_dtype, "col", by.columns)),
             weight=Copies(Form("e4m3", "row", by.weight), Form("e4m3", "col", by.weight)),
         )

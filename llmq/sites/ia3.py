@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.row import Part, Row
 from llmq.sites.linear import Linear
 from llmq.sites.outputs import fill_gains, gaps

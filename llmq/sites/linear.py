@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmq.op_protocol import Ops
-from llmq.protocols import Parameters, Slots
+from llmq.protocols import Ops, Parameters, Slots
 from llmq.row import Row
 from llmq.tensor import COLSUM, Form, Ref, Slot
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmq.op_protocol import Ops
+from llmq.protocols import Ops
 from llmq.tensor import Ref
 
 Columns = tuple[int, int]  # the first one, and how many
