@@ -43,7 +43,6 @@ class Gains(Method):
 
     targets: tuple[Target, ...]
 
-    is_relative = True
     peft_types: ClassVar[tuple[str, ...]] = ("IA3",)
 
     @classmethod

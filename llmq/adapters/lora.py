@@ -147,11 +147,6 @@ class Lora(Method):
         """Of PiSSA and OLoRA."""
         return self.init in TAKEN_OUT
 
-    @property
-    def is_relative(self) -> bool:  # type: ignore[override]
-        """Where outputs have magnitudes, or the first A and B were made of the weight."""
-        return self.dora or self.takes_out
-
     def around(self, base: Linear, at: SiteFacts) -> AdaptedLinear | DoraLinear:
         """`base` with low-rank adapters on those of its maps that have them."""
         found = AdaptedLinear(base, self.low_rank(base.name, at))

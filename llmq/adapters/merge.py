@@ -112,8 +112,7 @@ def untied(config: ModelConfig, adapters: Sequence[Method]) -> ModelConfig:
 
 def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.ndarray:
     """The value of a row with everything that adapters add to its parts."""
-    replaced = any(part.name in one.names for one in changes for part in row.parts)
-    base = value.copy() if replaced or any(one.adapters.is_relative for one in changes) else value
+    base = value.copy()  # what a method adds may depend on it
     for one, weight in ((one, np.float32(one.weight)) for one in changes):
         targets = one.adapters.changed_tensors()
         for part in row.parts:

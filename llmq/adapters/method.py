@@ -101,7 +101,6 @@ class Method:
     num_virtual = 0  # virtual tokens before each document
     added_weights = 0.0  # beside the model's, that a token passes
     unmergeable = NOTHING  # why it is a part of no weight
-    is_relative = False  # whether what it changes depends on the value of the weight
     takes_out = False  # whether what it begins with is taken out of the weights
 
     peft_types: ClassVar[tuple[str, ...]] = ()  # what PEFT calls it

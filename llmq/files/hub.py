@@ -123,13 +123,6 @@ def _cached(name: str, revision: str, kind: str) -> Path:
     )
 
 
-def _cached_names() -> list[str]:
-    from huggingface_hub import constants
-
-    found = _matches(Path(constants.HF_HUB_CACHE), "models--*")
-    return [Path(path).name.removeprefix("models--").replace("--", "/") for path in found]
-
-
 def _matches(folder: Path, pattern: str) -> list[str]:
     """Paths in a folder, for a suggestion: none where it cannot be read."""
     try:
@@ -262,7 +255,9 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
 
 def _suggestion(name: str) -> str:
     """Near names among local folders and the cache."""
-    folders = [
-        Path(path).parent for pattern in ("*/config.json", "*/*/config.json") for path in _matches(Path(), pattern)
-    ]
-    return _nearest(name, [*_cached_names(), *map(str, folders)])
+    from huggingface_hub import constants
+
+    cached = _matches(Path(constants.HF_HUB_CACHE), "models--*")
+    names = [Path(path).name.removeprefix("models--").replace("--", "/") for path in cached]
+    folders = [path for pattern in ("*/config.json", "*/*/config.json") for path in _matches(Path(), pattern)]
+    return _nearest(name, [*names, *(str(Path(path).parent) for path in folders)])

@@ -143,7 +143,7 @@ def test_stacks_that_cannot_be_written_are_printed(tmp_path):
     assert "stacks-0 cannot be written: " in error and "\nPython stacks of rank 0:\nthread MainThread:\n" in error
 
 
-STORE_LOST = "rank 0 is lost: it keeps the store; "
+STORE_LOST, KEEPS = "rank 0 is lost: it keeps the store; ", {"keeps": True}
 # what goes wrong, how the ranks run, the signal that a rank gets, within how many seconds all others say what
 LOST = {
     "stopped": (
@@ -151,26 +151,14 @@ LOST = {
         {"patience": 3},
         (1, signal.SIGSTOP),
         10,
-        "rank 1 is lost: no sign of life for 2 s: its process, or its",
+        "rank 1 is lost: no sign of life for 2 s: its process, or",
     ),
     "stands still": ("stuck", {"patience": 3}, (1, None), 10, "it stands still for 2 s, and others wait for it"),
     "fails": ("fails", {}, (1, None), 15, "rank 1 is lost: it has failed with ValueError: a fault of its own"),
     "leaves": ("leaves", {}, (1, None), 30, "rank 1 has ended, and rank"),  # no verdict: a rank that left is no loss
-    "killed with the store": ("", {"keeps": True}, (0, signal.SIGKILL), 10, f"{STORE_LOST}its connection has ended"),
-    "stopped with the store": (
-        "",
-        {"keeps": True, "patience": 3},
-        (0, signal.SIGSTOP),
-        10,
-        f"{STORE_LOST}no answer for 2",
-    ),
-    "store of a rank": (
-        "",
-        {"keeps": True, "size": 5},
-        (3, signal.SIGKILL),
-        15,
-        "rank 3 is lost: its process has ended",
-    ),
+    "killed with the store": ("", KEEPS, (0, signal.SIGKILL), 10, f"{STORE_LOST}its connection has ended"),
+    "stopped with the store": ("", {**KEEPS, "patience": 3}, (0, signal.SIGSTOP), 10, f"{STORE_LOST}no answer for 2"),
+    "store of a rank": ("", {**KEEPS, "size": 5}, (3, signal.SIGKILL), 15, "rank 3 is lost: its process has ended"),
 }
 
 
