@@ -102,13 +102,14 @@ class Turns:
 
     def __init__(self, template: ChatTemplate, chat: Chat, end_tokens: tuple[str, ...]) -> None:
         self.template, self.chat, self.end_tokens = template, chat, end_tokens
+
         # Turns are looked at from last to first, so that few renderings, each as long as the conversation, are made
         # once and kept.
-        self.render = lru_cache(4)(self._rendered)
+        @lru_cache(4)
+        def render(count: int, prompt: bool = False) -> Rendering:
+            return template.render(chat.messages[:count], chat.tools, add_generation_prompt=prompt)
 
-    def _rendered(self, count: int, prompt: bool = False) -> Rendering:
-        """The first `count` messages, with the generation prompt if `prompt`."""
-        return self.template.render(self.chat.messages[:count], self.chat.tools, add_generation_prompt=prompt)
+        self.render = render  # the first `count` messages, with the generation prompt if `prompt`
 
     def spans(self, turn: int) -> list[tuple[int, int]]:
         """What is trained of message `turn` in the rendering that ends with it; at least one span."""

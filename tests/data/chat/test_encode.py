@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_cases import BOS, CASES, CHATS, EOS, LONG, ONE, PAIRS, REASONED, TOOLS, WEATHER, chat_tokenizer, source
+from rich.console import Console
 from small_tokenizers import save
 from tokenizers import AddedToken, processors
 
-from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
+from llmq.data.chat.encode import MOST, STYLES, EncodeOptions, Encoder, open_encoder, show
 from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, notes
 from llmq.data.chat.formats import PREAMBLES
 from llmq.data.rows.row_files import BadRow, Record
@@ -632,3 +633,36 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
         outcomes["rows encoded"] += bool(documents)
         outcomes["rows refused"] += bool(bad)
     assert len(outcomes) == 3 and min(outcomes.values()) > tries // 20, outcomes
+
+
+def as_document(text: str, trained: list[int] | None = None) -> Encoded:
+    """The tokens of a text, of which those at the places `trained` are trained."""
+    encoder = chat_tokenizer()  # in which special tokens are tokens
+    ids = np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
+    return Encoded("rows.jsonl:7", ids, None if trained is None else np.isin(np.arange(len(ids)), trained))
+
+
+def test_trained_text_is_coloured_and_stands_in_marks_without_colors(small):
+    shown = [as_document("the ok</s>", trained) for trained in ([3, 4], [0, 5], [], None)]
+    title, body = show(shown, small, 1).renderables
+    assert title.plain == "rows.jsonl:7: 6 tokens, 2 trained"
+    drawn = [(body.plain[span.start : span.end], str(span.style)) for span in body.spans]
+    assert drawn == [("the ", STYLES[False]), ("ok", STYLES[True]), ("</s>", STYLES[False])]
+    bodies = show(shown, small, 4, marks=True).renderables[1::2]
+    assert [body.plain for body in bodies] == ["the [[ok]]</s>", "[[t]]he ok[[</s>]]", "the ok</s>", "[[the ok</s>]]"]
+
+
+def test_no_text_moves_the_cursor(small):
+    console = Console(force_terminal=False, width=200)
+    with console.capture() as captured:
+        console.print(show([as_document("a\x1b[2J\x07\r\u202eb\nc")], small, 1))
+    assert captured.get().splitlines()[1:] == ["a\\x1b[2J\\x07\\r\\u202eb\\n", "c"]
+
+
+def test_as_many_as_asked_for_and_long_ones_are_cut(small):
+    some = [as_document("a" * (MOST + 5)) for _ in range(3)]
+    shown = show(some, small, 2).renderables
+    assert len(shown) == 4
+    assert shown[0].plain.endswith(f"{MOST + 5} tokens, {MOST + 5} trained")
+    assert shown[1].plain.endswith(" ... and 5 more tokens")
+    assert show([], small, 3).renderables == []

@@ -113,21 +113,22 @@ def test_every_trained_turn_is_in_one_sample_as_it_is_at_inference():
 
 
 @pytest.mark.parametrize(
-    ("train_on", "expected"),
+    ("train_on", "untrained", "trained"),
     [
-        ("last", "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}"
-                 "{a}\u00abYes.<|im_end|>\u00bb\n{u}Stop.{e}"),
-        ("user", "{v}{u}\u00abWhat is in the box?<|im_end|>\u00bb\n{a}Nothing.{e}{u}\u00abAnd\n\nnow?<|im_end|>\u00bb\n"
-                 "{a}Yes.{e}{u}\u00abStop.<|im_end|>\u00bb\n"),
-        ("system, assistant", "<|im_start|>system\n\u00abAnswer in verse.<|im_end|>\u00bb\n{u}What is in the box?{e}"
-                              "{a}\u00abNothing.<|im_end|>\u00bb\n{u}And\n\nnow?{e}{a}\u00abYes.<|im_end|>\u00bb\n{u}Stop.{e}"),
-        ("all", "\u00ab{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}{a}Yes.{e}{u}Stop.{e}\u00bb"),
-        ("tool", "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And\n\nnow?{e}{a}Yes.{e}{u}Stop.{e}"),
+        ("last", (), {4}), ("user", (), {1, 3, 5}), ("system, assistant", (), {0, 2, 4}), ("tool", (), ()),
+        (None, {2}, {4}), (None, {0, 1, 3}, {2, 4}), (None, {2, 4}, ()), ("last", {4}, ()), ("last", {2}, {4}),
+        ("user", {3}, {1, 5}), ("all", (), "all"), ("all", {2}, "all"), ("all", {1, 4}, "all"),
     ],
 )  # fmt: skip
-def test_other_turns_can_be_trained(train_on, expected):
+def test_other_turns_are_trained_and_those_whose_messages_say_so_are_context_only(train_on, untrained, trained):
     chat = [*LONG[:4], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Stop."}]
-    assert masked("chatml", chat, train_on) == [expected.format(v=VERSE, u=USER, a=ASSISTANT, e=END)]
+    before, behind = ("\u00bb", "\u00ab") if trained == "all" else ("\u00ab", "\u00bb")  # what is marked
+    text = ""
+    for turn, message in enumerate(chat):
+        said, is_marked = f"{message['content']}<|im_end|>", turn in (untrained if trained == "all" else trained)
+        text += f"<|im_start|>{message['role']}\n" + (f"{before}{said}{behind}" if is_marked else said) + "\n"
+    found = samples(template("chatml"), Chat(chat, None, frozenset(untrained)), TrainOn.parse(train_on), SPECIAL)
+    assert [marked(sample) for sample in found] == [f"\u00ab{text}\u00bb" if trained == "all" else text]
 
 
 def test_tools_are_trained_by_role():
@@ -360,27 +361,6 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
     assert unwritten(used, Chat(called, [WEATHER])) == lost
     assert unwritten(used, Chat(called, [])) == lost.removeprefix("tools").removeprefix(" and ")
     assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
-
-
-@pytest.mark.parametrize(
-    ("train_on", "untrained", "expected"),
-    [
-        (None, {2}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}\u00abYes.<|im_end|>\u00bb\n"),
-        (None, {0, 1, 3}, "{v}{u}What is in the box?{e}{a}\u00abNothing.<|im_end|>\u00bb\n{u}And?{e}"
-                          "{a}\u00abYes.<|im_end|>\u00bb\n"),
-        (None, {2, 4}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
-        ("last", {4}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
-        ("last", {2}, "{v}{u}What is in the box?{e}{a}Nothing.{e}{u}And?{e}{a}\u00abYes.<|im_end|>\u00bb\n"),
-        ("user", {3}, "{v}{u}\u00abWhat is in the box?<|im_end|>\u00bb\n{a}Nothing.{e}{u}And?{e}{a}Yes.{e}"),
-        ("all", {2}, "\u00ab{v}{u}What is in the box?{e}{a}\u00bbNothing.<|im_end|>\u00ab\n{u}And?{e}{a}Yes.{e}\u00bb"),
-        ("all", {1, 4}, "\u00ab{v}{u}\u00bbWhat is in the box?<|im_end|>\u00ab\n{a}Nothing.{e}{u}And?{e}{a}\u00bb"
-                        "Yes.<|im_end|>\u00ab\n\u00bb"),
-    ],
-)  # fmt: skip
-def test_turns_whose_messages_say_so_are_context_only(train_on, untrained, expected):
-    chat = [*LONG[:3], {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes."}]
-    found = samples(template("chatml"), Chat(chat, None, frozenset(untrained)), TrainOn.parse(train_on), SPECIAL)
-    assert [marked(sample) for sample in found] == [expected.format(v=VERSE, u=USER, a=ASSISTANT, e=END)]
 
 
 def test_a_turn_that_is_left_out_of_all_and_stands_there_otherwise_is_refused():

@@ -92,7 +92,6 @@ def test_threads_can_share_a_template():
         ("{{ messages[5].content + 'a' }}", "UndefinedError: .*list object has no element 5"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages[0].content + 1 }}", "TypeError"),
-        ("{{ messages[0] | tojson(indent='x') | from_json }}", None),
         ("{% include 'other' %}", "TypeError: no loader"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError|does not end"),
         ("{% macro f() %}b{% generation %}a{% endgeneration %}{% endmacro %}{{ f() }}", "stands in a macro"),
@@ -100,10 +99,6 @@ def test_threads_can_share_a_template():
     ],
 )
 def test_a_template_that_raises_says_why(text, says):
-    if says is None:
-        with pytest.raises(DataError, match="is not Jinja: No filter named 'from_json'"):
-            ChatTemplate(text, "bad")
-        return
     with pytest.raises(RenderError, match=says):
         ChatTemplate(text, "bad").render(ONE)
 
@@ -113,6 +108,7 @@ def test_a_template_that_raises_says_why(text, says):
     [
         ("{% for m in messages %}", r"the chat template is not Jinja: Unexpected end of template.*\(line 1\)"),
         ("\n{% generation %}a", r"not Jinja.*\(line 2\)"),
+        ("{{ messages[0] | from_json }}", "is not Jinja: No filter named 'from_json'"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be compiled \(RecursionError"),
         ("{{ " + "-" * 3000 + "1 }}", "cannot be compiled"),
     ],
