@@ -285,7 +285,7 @@ def cache_folder(kind: str) -> Path:
     """Folder for one kind of thing that is worth keeping between runs (`kernels`, `gemm`, `tokens`); it may not exist.
 
     The place is `$LLMQ_CACHE_DIR`, else `$XDG_CACHE_HOME/llmq`, else `~/.cache/llmq`, else, for a user without a home,
-    `llmq-<user id>` in the folder for temporary files. Everything in it may be deleted at any time.
+    a new temporary folder. Everything in it may be deleted at any time.
     """
     if own := os.environ.get("LLMQ_CACHE_DIR"):
         return Path(own).expanduser() / kind
@@ -295,16 +295,7 @@ def cache_folder(kind: str) -> Path:
         home = Path.home()
     except RuntimeError:  # neither $HOME nor an entry in the password file
         home = Path(os.devnull)
-    return (home / ".cache" / "llmq" if home.is_dir() else _temporary()) / kind
-
-
-def _temporary() -> Path:
-    """A folder that is this user's alone: what others can write into must not be run."""
-    folder = Path(tempfile.gettempdir()) / f"llmq-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.stat()
-    own = found.st_uid == os.getuid() and not found.st_mode & 0o022
-    return folder if own else _of_this_process()
+    return (home / ".cache" / "llmq" if home.is_dir() else _of_this_process()) / kind
 
 
 @cache

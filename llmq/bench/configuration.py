@@ -15,6 +15,7 @@ from llmq.adapters import resolve as adapters
 from llmq.backends import Backend
 from llmq.backends.opening import open_backend
 from llmq.comm.world import ALONE, World
+from llmq.disk import storage
 from llmq.engine.advice import USUAL_STEPS, refuse_if_too_large
 from llmq.engine.measure import Clock, CudaClock
 from llmq.errors import LlmqError
@@ -190,7 +191,8 @@ def multiplied(wanted: list[Configuration]) -> set[str]:
 def configurations(
     request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
 ) -> list[Configuration]:
-    """Every model in every dtype and batch, checked. UsageError with all problems at once."""
+    """Every model in every dtype and batch, checked. UsageError with all problems at once, StorageError if --save could
+    not be written."""
     problems, configs, defaults = list[str](), {}, DEFAULTS[where.kind]
     for name in request.models or defaults.models:
         try:
@@ -215,6 +217,9 @@ def configurations(
             except LlmqError as error:
                 problems.append(str(error))
     refuse(list(dict.fromkeys(problems)))  # a problem of every model is shown once
+    if request.save:
+        with storage(Path(request.save), advice="name another place with --save"):
+            Path(request.save).open("a").close()
     return found
 
 

@@ -30,7 +30,6 @@ from llmq.hardware.nvml import Reading
 from llmq.training.records import to_json
 
 KIND, SCHEMA = "llmq-bench", 3
-SAVING = "name another place with --save"
 WIDEST = 1000  # characters of a table
 COLUMNS = (
     *("model", "dtype", "micro-batch", "tokens/s (least to most)", "predicted", "SOL", "of the ceilings", "memory"),
@@ -106,15 +105,9 @@ def document(results: Sequence[Result], command: str, machine: Machine) -> dict[
     return dict(to_json({**about, "made": made, **facts, "results": results}))
 
 
-def refuse_place(path: Path) -> None:
-    """StorageError where `save` would fail, for before anything is measured."""
-    with storage(path, advice=SAVING):
-        path.open("a").close()
-
-
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """Writes the file; StorageError if that fails."""
-    with storage(path, advice=SAVING):
+    with storage(path, advice="name another place with --save"):
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", "utf-8")
 
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from llmq.backends import Backend
 from llmq.bench.configuration import DEFAULTS, Configuration, configurations, multiplied, shared
 from llmq.bench.ladder import Machine, ladder, look_at
-from llmq.bench.results import document, refuse_place, result_of, save, show, show_all, show_machine
+from llmq.bench.results import document, result_of, save, show, show_all, show_machine
 from llmq.comm.environment import Place, gpu_index, recognised
 from llmq.comm.launch import Group, run_group
 from llmq.comm.world import ALONE, World, copied_in_words, join_world
@@ -66,7 +66,7 @@ def started(request: BenchOptions, training: Mapping[str, Any], arguments: Seque
     num = len(addresses)
     if num == 1:
         return None
-    _check(request, training, device.pick_device(shared(training).system), num)
+    configurations(request, training, device.pick_device(shared(training).system), num)
     with TemporaryDirectory(prefix="llmq-bench-") as logs:
         first = Place(0, num, 0, num, "127.0.0.1", 0, secrets.token_hex(16), "--gpus")
         return run_group(Group((PROGRAM, *arguments), first, Path(logs), cores_of_ranks(num, addresses)))
@@ -96,7 +96,7 @@ def run_on(request: BenchOptions, training: Mapping[str, Any], command: str, whe
         use_blas_threads()
     if world.size > 1:
         request = request.model_copy(update={"zero_levels": request.zero_levels or (DEFAULT_LEVEL,)})
-    wanted = _check(request, training, where, world.size)
+    wanted = configurations(request, training, where, world.size)
     console = Console(quiet=world.rank > 0)
     machine = look_at(where, multiplied(wanted), world)
     show_machine(console, machine)
@@ -110,16 +110,6 @@ def run_on(request: BenchOptions, training: Mapping[str, Any], command: str, whe
         show_all(console, results, [one.name for one in wanted])
     if request.save and world.rank == 0:
         save(Path(request.save), document(results, command, machine))
-
-
-def _check(
-    request: BenchOptions, training: Mapping[str, Any], where: Device, num_ranks: int = 1
-) -> list[Configuration]:
-    """What is measured; all is refused that can be before the first measurement."""
-    wanted = configurations(request, training, where, num_ranks)
-    if request.save:
-        refuse_place(Path(request.save))
-    return wanted
 
 
 def measured(request: BenchOptions, wanted: Sequence[Configuration], machine: Machine) -> Iterator[dict[str, Any]]:
