@@ -6,6 +6,7 @@ shows the results of one that finished, without a network.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
@@ -18,12 +19,14 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import llmq
 from llmq.data.tokens.token_file import TokenFile
@@ -89,6 +92,19 @@ def run(command: str, *, shown: str = "", kill_at: str = "", codes: tuple[int, .
     return child.returncode, first
 
 
+def train_tokenizer(texts: Sequence[str], vocab_size: int, folder: Path) -> None:
+    """Writes a byte-level BPE tokenizer of `vocab_size` tokens, the first of which ends a text."""
+    tokenizer, eos = Tokenizer(models.BPE()), "<|endoftext|>"
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    about = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    files = (file for text in texts for file in sorted(glob.glob(text, recursive=True)))
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos], **about)
+    tokenizer.train_from_iterator((Path(file).read_text("utf-8") for file in files), trainer)
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "bos_token": eos}), "utf-8")
+
+
 def make_data(setup: Setup, gpu: str | None) -> None:
     """Makes the token files and their tokenizer; first removes `out` if it was made with other settings."""
     out, stamp = setup.out, setup.out / "made-from"
@@ -100,8 +116,8 @@ def make_data(setup: Setup, gpu: str | None) -> None:
         stamp.write_text(made_from, "utf-8")
     if not (out / "data" / "train.bin").exists():
         inputs = " ".join(f"--input={shlex.quote(text)}" for text in setup.inputs)
-        size = f"--train-tokenizer={config['vocab_size']}"
-        run(f"{BIN}/tokenize-data {inputs} {size} --eval-fraction=0.05 --out-dir={out}/data")
+        train_tokenizer(setup.inputs, config["vocab_size"], out / "tokenizer")
+        run(f"{BIN}/tokenize-data {inputs} --model={out}/tokenizer --eval-fraction=0.05 --out-dir={out}/data")
 
 
 def fitted(setup: Setup) -> Setup:

@@ -47,12 +47,6 @@ SHARED = (  # options of llmq-train, with its help
     metavar="NAME-OR-FOLDER",
     help="Whose tokenizer: qwen (Qwen2.5), llama (Llama 2), any hub name, or a folder with a tokenizer.json.",
 )
-@click.option(
-    "--train-tokenizer",
-    type=click.IntRange(257),
-    metavar="N",
-    help="Train a byte-level BPE tokenizer of N tokens on the text, in place of --model; at least 257.",
-)
 @click.option("--revision", help="Branch, tag or commit of the tokenizer's hub name.")
 @click.option("--eos-token", help="The token that ends a document, if the tokenizer does not say.")
 @click.option("--show", type=click.IntRange(min=0), default=0, metavar="N", help="Print N samples, colored by mask.")
@@ -63,7 +57,6 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
     \b
     tokenize-data --dataset tiny-shakespeare --model qwen
     tokenize-data --input 'books/*.txt' --tokenizer ./my-tokenizer
-    tokenize-data --input 'books/*.txt' --train-tokenizer 8192
     tokenize-data --input chats.jsonl.gz --model qwen --show 3
     tokenize-data --dataset 'wikitext:wikitext-2-raw-v1:train[:10%]' --model qwen
 

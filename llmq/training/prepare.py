@@ -14,8 +14,7 @@ from llmq.backends.opening import open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.data.tokens.tokenizer import num_ids
+from llmq.data.tokens.tokenizer import num_ids, rebuilt_warning
 from llmq.disk import check_free_space
 from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError

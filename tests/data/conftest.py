@@ -29,11 +29,11 @@ def small_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(tmp_path: Path, small_tokenizer: Path) -> Callable[..., list[TokenFile]]:
-    """`tokenize_data` of a path, with the small tokenizer unless it trains one, into a folder of `tmp_path`."""
+    """`tokenize_data` of a path, with the small tokenizer unless another is named, into a folder of `tmp_path`."""
 
     def call(path: Path, out: str | Path = "out", **more: Any) -> list[TokenFile]:
-        given = {"inputs": [str(path)], "out_dir": tmp_path / out, **more}
-        return tokenize_data(**({} if "train_tokenizer" in more else {"tokenizer": str(small_tokenizer)}) | given)
+        given = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": tmp_path / out, **more}
+        return tokenize_data(**given)
 
     return call
 

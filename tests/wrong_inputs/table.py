@@ -255,8 +255,6 @@ COMMAND_LINES = {
 --dataset 'wikitext:x:train[:1000%]' | train[:1000%] is neither a path nor a data set
 --dataset 'wikitext:x:train[a:b]' | train[a:b] is neither a path nor a data set
 --input text.txt --model '' | it is empty: give a path.
---input text.txt --train-tokenizer 5 | 5 is not in the range x>=257.
---input text.txt --train-tokenizer 300 | give the tokenizer either as --model or as
 --input text.txt --eval-fraction 1 | --eval-fraction 1 is too large: use less than 1
 --input text.txt --eval-fraction nan | nan is not a finite number
 --input text.txt --overlong drop | --overlong drop is for rows of more than

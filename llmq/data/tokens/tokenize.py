@@ -2,45 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from llmq.data.chat.encode import EncodeOptions, Encoder, show
 from llmq.data.chat.encoded import Counts, Encoded, notes
-from llmq.data.rows.find_sources import Found, Request, find
+from llmq.data.rows.find_sources import Request, find
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import Producer, TokenStream
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
-from llmq.data.tokens.text import Document, Texts, pieces
+from llmq.data.tokens.text import Texts
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import (
-    CONFIG,
     FOLDER,
     Sidecar,
     TextTokenizer,
     TokenizerNote,
     copy_tokenizer,
+    rebuilt_warning,
     sidecar_name,
 )
-from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder, temporary_name, write_whole
+from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 WORK = ".partial"  # where files are made, in the folder that they are for
-NEW_EOS = "<|endoftext|>"  # of a tokenizer that is trained
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
@@ -63,7 +56,6 @@ def show_samples(encoder: Encoder, records: Iterable[Record], count: int, consol
 def tokenize_data(
     *,
     tokenizer: str | None = None,
-    train_tokenizer: int | None = None,
     dataset: str | None = None,
     inputs: Sequence[str] = (),
     revision: str | None = None,
@@ -79,43 +71,32 @@ def tokenize_data(
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
-    `find_sources` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name; in its place,
-    `train_tokenizer` is the number of tokens of one that is trained on the text. `out_dir` is data/DATA-TOKENIZER by
-    default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all; `on_encoder` gets the encoder
-    and the rows before all else, to show some.
+    `find_sources` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
+    data/DATA-TOKENIZER by default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all;
+    `on_encoder` gets the encoder and the rows before all else, to show some.
 
     Files appear whole, at the end; an interrupted call that is made again resumes after its last finished part. Raises
     UsageError, DataError and StorageError.
     """
     if (dataset is None) == (not inputs):
         raise UsageError("give the data either as --dataset or as --input (and not both)")
-    if (tokenizer is None) == (train_tokenizer is None):
-        raise UsageError("give the tokenizer either as --model or as --train-tokenizer (and not both)")
-    if train_tokenizer is not None and (revision is not None or eos_token is not None):
-        raise UsageError("--revision and --eos-token are for the tokenizer of --model: leave them out")
+    if tokenizer is None:
+        raise UsageError("whose tokenizer makes the tokens? Give --model")
     found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
-    name = f"bpe{train_tokenizer}"
-    if tokenizer is not None:
-        is_folder = Path(tokenizer).is_dir()
-        name = (Path(tokenizer).resolve().name if is_folder else tokenizer.rsplit("/", 1)[-1]).lower()
+    is_folder = Path(tokenizer).is_dir()
+    name = (Path(tokenizer).resolve().name if is_folder else tokenizer.rsplit("/", 1)[-1]).lower()
     folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name}"
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
-    chosen: AbstractContextManager[TextTokenizer]
-    if train_tokenizer is not None:
-        chosen = trained_tokenizer(found, train_tokenizer, folder / FOLDER)
-    else:
-        assert tokenizer is not None
-        chosen = nullcontext(TextTokenizer.open(tokenizer, revision, eos_token))
-    with chosen as opened:
-        if warning := rebuilt_warning(opened.folder):
-            say(f"note: {warning}")
-        request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
-        with locked(folder / f"{WORK}.lock", say):
-            manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
-            parts = [part for stream in manifest.streams for part in stream.parts]
-            _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
-            _publish(parts, folder / WORK, folder)
+    opened = TextTokenizer.open(tokenizer, revision, eos_token)
+    if warning := rebuilt_warning(opened.folder):
+        say(f"note: {warning}")
+    request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
+    with locked(folder / f"{WORK}.lock", say):
+        manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
+        parts = [part for stream in manifest.streams for part in stream.parts]
+        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
+        _publish(parts, folder / WORK, folder)
     return [TokenFile.open(folder / part.name) for part in parts]
 
 
@@ -297,53 +278,6 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     if found.evaluation is not None and not found.may_lack_evaluation and not has_evaluation:
         require_trained(f"{found.name}: the evaluation data", Counts(), advice=NO_EVALUATION)
     return files
-
-
-def train_tokenizer(documents: Sequence[Document], vocab_size: int, folder: Path) -> None:
-    """Writes a tokenizer of `vocab_size` tokens to `folder`, in Hugging Face's format; token 0 is NEW_EOS.
-
-    It is byte-level BPE, as GPT-2 has it, so that every text has tokens and comes back.
-    Raises DataError if the text has too few different words for that many tokens, or is not UTF-8.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[NEW_EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((piece for document in documents for piece in pieces(document, True)), trainer)
-    if (found := tokenizer.get_vocab_size()) < vocab_size:
-        raise DataError(
-            f"--train-tokenizer {vocab_size}: the text is enough for {found} tokens only: give more text, or use "
-            f"--train-tokenizer {found}"
-        )
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": NEW_EOS,
-        "bos_token": NEW_EOS,
-        "clean_up_tokenization_spaces": False,
-    }
-    write_whole(folder / CONFIG, json.dumps(about, indent=1).encode())
-    write_whole(folder / "tokenizer.json", tokenizer.to_str().encode())
-
-
-@contextmanager
-def trained_tokenizer(found: Found, vocab_size: int, folder: Path) -> Iterator[TextTokenizer]:
-    """A tokenizer trained on the text to train on, open, whose files are for `folder`; UsageError for rows.
-
-    Until they are copied they lie beside it, so that an interrupted call leaves the tokenizer of an earlier one alone.
-    """
-    if not isinstance(found.train, Texts):
-        raise UsageError(f"--train-tokenizer is for text, but {found.name} is rows: give --model")
-    fresh = temporary_name(folder)
-    try:
-        train_tokenizer(found.train.documents, vocab_size, fresh)
-        yield replace(TextTokenizer.open(str(fresh)), source=str(folder.resolve()))
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def require_trained(what: str, counts: Counts, bad: int = 0, advice: str = "") -> None:

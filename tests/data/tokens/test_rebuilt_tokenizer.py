@@ -13,9 +13,9 @@ from tiny_engines import tiny
 from tokenizers import Tokenizer, decoders
 
 import llmq
-from llmq.data.tokens.rebuilt_tokenizer import rebuilt_warning
 from llmq.data.tokens.text import QWEN2_PATTERN
 from llmq.data.tokens.tokenize import tokenize_data
+from llmq.data.tokens.tokenizer import rebuilt_warning
 from llmq.model.config import to_hf
 
 TEXT = SAMPLE + f" It's 1234 e\u0301t\u00e9s{EOS}and  more, e\u0301,\n\n 12{EOS} x<s> y"

@@ -1,9 +1,8 @@
-"""Whole tokenizations: the ids of the library on the whole text, files, sidecars; new tokenizers on the text."""
+"""Whole tokenizations: the ids of the library on the whole text, files, sidecars."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from llmq.cli import shell
 from llmq.cli.tokenize_data import command
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens import text as text_files
-from llmq.data.tokens import tokenize
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data
-from llmq.data.tokens.tokenizer import Sidecar, TextTokenizer
+from llmq.data.tokens.tokenizer import Sidecar
 from llmq.errors import DataError, StorageError
 from llmq.options.data import DataOptions
 
@@ -126,89 +124,9 @@ def test_real_questions_and_answers_train_exactly_the_answers_and_their_ends(
         assert trained[starts[number] : starts[number + 1]].sum() == len(end)
 
 
-WORDS = "".join(f"def name{number}(value):\n    return value + {number}\n\n" for number in range(300))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """A text file of some thousand words."""
-    (tmp_path / "a.txt").write_text(WORDS)
-    return tmp_path / "a.txt"
-
-
-def test_the_token_files_are_those_of_the_tokenizer_beside_them(text: Path, tmp_path: Path) -> None:
-    arguments = ["--input", str(text), "--train-tokenizer", "400", "--eval-fraction", "0"]
-    assert shell.run(command, [*arguments, "--out-dir", str(tmp_path / "out")]) == 0
-    tokenizer = Tokenizer.from_file(str(tmp_path / "out/tokenizer/tokenizer.json"))
-    tokens = verified(tmp_path / "out/train.bin", 400).tokens.tolist()
-    assert tokenizer.get_vocab_size() == 400
-    assert tokens.pop() == tokenizer.token_to_id("<|endoftext|>") == 0
-    assert tokenizer.decode(tokens) == WORDS
-    assert tokens == tokenizer.encode(WORDS).ids, "tokenized in pieces as in one"
-    note = json.loads((tmp_path / "out/train.bin.json").read_text())["tokenizer"]
-    assert note["source"] == str(tmp_path / "out/tokenizer") and note["eos_token_id"] == 0
-    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.name[0] != ".") == [
-        "tokenizer",
-        "train.bin",
-        "train.bin.json",
-    ]
-
-
-def test_it_is_lossless_on_text_that_it_never_saw(text: Path, tmp_path: Path, call) -> None:
-    call(text, train_tokenizer=300)
-    tokenizer = TextTokenizer.open(str(tmp_path / "out/tokenizer"))
-    assert tokenizer.in_pieces and (tokenizer.vocab_size, tokenizer.begin_ids) == (300, ())
-    for unseen in ("class Reader: ...", "\t\r\n  \u00e9\u4e2d\U0001f600\x00"):
-        assert tokenizer.encoder.decode(tokenizer.encoder.encode(unseen).ids) == unseen
-
-
-def test_the_same_text_gives_the_same_bytes_and_the_held_out_text_has_no_part(tmp_path: Path, call) -> None:
-    """Of two files the second one is held out: its words are no tokens."""
-    for name, content in (("a", WORDS), ("b", "quokka " * 1000)):
-        (tmp_path / f"{name}.txt").write_text(content)
-    made = []
-    for name in ("one", "two"):
-        call(tmp_path / "*.txt", name, train_tokenizer=350, eval_fraction=0.5)
-        made.append([(tmp_path / name / file).read_bytes() for file in ("tokenizer/tokenizer.json", "train.bin")])
-    assert made[0] == made[1]
-    assert not any("quok" in token for token in Tokenizer.from_buffer(made[0][0]).get_vocab())
-
-
-def test_text_that_is_too_little_names_the_size_that_it_is_enough_for(text: Path, tmp_path: Path, call) -> None:
-    with pytest.raises(DataError, match="--train-tokenizer 50000: the text is enough for") as raised:
-        call(text, train_tokenizer=50_000)
-    enough = int(str(raised.value).rsplit(" ", 1)[1])
-    call(text, train_tokenizer=enough)
-    assert TokenFile.open(tmp_path / "out/train.bin").header.vocab_size == enough
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "give the tokenizer either as --model or as --train-tokenizer"),
-        (["--train-tokenizer", "300", "--eos-token", "x"], "--eos-token are for the tokenizer of --model"),
-        (["--train-tokenizer", "300", "--revision", "x"], "--revision and --eos-token"),
-        (["--train-tokenizer", "300", "--input", "rows.jsonl"], "is for text, but rows.jsonl is rows: give --model"),
-    ],
-)
-def test_contradictions_are_refused(arguments, says: str, text: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text('{"text": "one"}\n' * 20)
-    given = ["--out-dir", "out", *arguments, *([] if "--input" in arguments else ["--input", str(text)])]
-    assert shell.run(command, given) == 2
-    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_a_call_that_fails_leaves_the_earlier_files_whole(text: Path, tmp_path: Path, monkeypatch, call) -> None:
-    out = tmp_path / "out"
-    call(text, train_tokenizer=300)
-    before = shutil.copytree(out, tmp_path / "before")
-
-    def fail(*_: object, **__: object) -> None:
-        raise DataError("lost")
-
-    monkeypatch.setattr(tokenize, "make", fail)
-    with pytest.raises(DataError, match="lost"):
-        call(text, train_tokenizer=320)
-    files = {path.relative_to(before): path.read_bytes() for path in before.rglob("*") if path.is_file()}
-    assert {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+def test_a_call_without_a_tokenizer_is_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("some text\n")
+    assert shell.run(command, ["--input", str(tmp_path / "a.txt"), "--out-dir", str(tmp_path / "out")]) == 2
+    assert (
+        "whose tokenizer makes the tokens? Give --model" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    )
