@@ -135,7 +135,7 @@ def test_all_end_when_a_rank_is_lost_and_the_run_resumes(whole, rank, number):
     assert weights(name) == weights("whole")
     with Launched(f"{name}-by-two", whole, "--continue=auto", procs=2) as again:
         assert again.wait() == 0
-    assert ", ranks 3 to 2 (llmq-launch --procs=3 keeps 3)\n" in again.said
+    assert ", ranks 3 to 2\n" in again.said
     few = slice(max(saved) + 10)  # sums of f32 in another order grow apart
     np.testing.assert_allclose(losses(f"{name}-by-two")[few], losses("whole")[few], rtol=1e-3)
 

@@ -1,10 +1,8 @@
 """Training on packed rows, and on padded ones: the whole run, its log, resuming with the same bits, refusals."""
 
-import json
-
 import numpy as np
 import pytest
-from tiny_runs import weights_of, write_documents
+from tiny_runs import write_documents
 
 import llmq
 from llmq.data.tokens.token_file import TokenWriter
@@ -34,16 +32,6 @@ def test_a_packed_run_trains_and_says_how_full_its_rows_are(given):
         assert says in text
 
 
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packing", "no-packing"])
-def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, packing):
-    given = {**given, "packing": packing}
-    whole = llmq.train(**{**given, "name": "whole"})
-    llmq.train(**{**given, "ckpt_interval": 3, "ckpt_keep_n": 0})
-    parts = llmq.train(**{**given, "continue": 3, "overwrite": True})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    assert parts.eval_loss == whole.eval_loss and parts.train_loss == whole.train_loss
-
-
 def test_packed_and_padded_rows_have_the_same_evaluation(given):
     """Of the same weights on the same documents, however they lie in rows: nothing reaches across a border."""
     runs = [{"packing": True}, {"packing": True, "max_docs": 2}, {"packing": False}]
@@ -66,14 +54,6 @@ def test_a_checkpoint_of_other_rows_is_refused(given):
         llmq.train(**{**given, "continue": "auto", "max_docs": 2, "steps": 9, "overwrite": True})
     with pytest.raises(UsageError, match=r"trained on packed rows, .* on windows .*: add --packing to continue it"):
         llmq.train(**{**given, "continue": "auto", "packing": None, "steps": 9, "overwrite": True})
-
-
-def test_fewer_rows_than_a_step_takes_are_trained_more_than_once(given):
-    result = llmq.train(**{**given, "grad_accumulation": 100, "steps": 1})
-    said = given["console"].getvalue()
-    assert " rows and a step takes 200, so that it sees rows more than once: a smaller --grad-accumulation" in said
-    (epochs,) = read_log(result.log_path).train["epoch"]
-    assert 1 < epochs == 200 / int(said.split("the data has ")[1].split()[0])
 
 
 @pytest.fixture
@@ -99,10 +79,6 @@ def large(given):
     }
 
 
-def test_a_dry_run_plans_packed_rows_for_a_gpu_that_is_not_here(given):
-    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
-
-
 @pytest.mark.slow
 def test_what_fits_dense_fits_packed(large):
     """Whole, attention's workspace would be 8 times that of dense rows, as a row has 8 places of 8192 tokens."""
@@ -114,9 +90,3 @@ def test_what_fits_dense_fits_packed(large):
     assert 1 < chunks < 16
     with pytest.raises(MemoryLimitError, match=r"\n1 .* 0 bytes  --attn-bwd-chunks 2\n"):
         llmq.train(**large, attn_bwd_chunks=1)
-
-
-def test_the_options_are_kept_in_the_log(given):
-    result = llmq.train(**given)
-    first = json.loads(result.log_path.read_text().splitlines()[0])
-    assert first["options"]["packing"] is True and first["options"]["max_docs"] is None
