@@ -191,27 +191,6 @@ def test_more_that_may_be_chosen_is_advised(model):
     assert found.endswith(": --fit-may states,matmul allows one that does")
 
 
-UNIT = "give a size above 0 with its unit, such as 16GiB or 800MiB"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            {"fit_may": "states", "fit": False},
-            "--fit-may states says what --fit may choose: add --fit, or leave it out",
-        ),
-        ({"memory_limit": "16"}, f"--memory-limit 16: {UNIT}"),
-        ({"memory_limit": "0GiB"}, f"--memory-limit 0GiB: {UNIT}"),
-        ({"host_memory_limit": "lots"}, f"--host-memory-limit lots: {UNIT}"),
-    ],
-)
-def test_refused_options(model, given, message):
-    with pytest.raises(UsageError) as caught:
-        options_of(model, **given)
-    assert str(caught.value) == message
-
-
 def test_what_a_search_cannot_compare_is_refused(model):
     options = options_of(model, matmul_dtype="auto")
     with pytest.raises(UsageError, match="--matmul-dtype auto times them first: use e4m3"):

@@ -209,18 +209,6 @@ def test_a_head_that_cannot_be_adapted_is_refused(given, own, says):
         llmq.train(**given, **own, **({} if "ia3" in own else {"lora_targets": "all,lm_head"}))
 
 
-@pytest.mark.parametrize("said", ["q_proj", "q_proj=0", "=3", "q_proj=two", "q_proj=2,", "q_proj=1.5"])
-def test_a_pattern_without_a_rank_is_refused(given, said):
-    with pytest.raises(UsageError, match=r"--lora-rank-pattern .*: write PATTERN=NUMBER with a number above 0"):
-        llmq.train(**given, lora_rank=4, lora_rank_pattern=said)
-
-
-@pytest.mark.parametrize("option", ["lora_rank_pattern", "lora_alpha_pattern"])
-def test_a_pattern_with_two_values_is_refused(given, option):
-    with pytest.raises(UsageError, match=rf"--{option.replace('_', '-')} gives q_proj twice, as 4 and as 2:"):
-        llmq.train(**given, lora_rank=4, **{option: "q_proj=4,v_proj=2, q_proj=2"})
-
-
 UP, UP_OF_5 = f"{PREFIX}.mlp.up_proj", f"{PREFIX}5.mlp.up_proj"
 MODULE = r"model\.layers\.0\.mlp\.up_proj"
 

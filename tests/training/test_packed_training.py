@@ -43,11 +43,6 @@ def test_packed_and_padded_rows_have_the_same_evaluation(given):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
-def test_more_documents_than_tokens_are_refused(given):
-    with pytest.raises(UsageError, match="--max-docs 25 is more than the --seq-len 24"):
-        llmq.train(**{**given, "max_docs": 25})
-
-
 def test_a_checkpoint_of_other_rows_is_refused(given):
     llmq.train(**given)
     with pytest.raises(UsageError, match=r"training samples|documents of a row"):

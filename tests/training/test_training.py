@@ -21,7 +21,6 @@ from tiny_runs import T, folder, number_stream, weights_of, write_documents
 import llmq
 from llmq.backends.host import HostBackend
 from llmq.cli import shell
-from llmq.cli.train import command as train_command
 from llmq.data.batches import loader
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import open_data
@@ -543,27 +542,6 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(given):
     process.stdout.close()
     done = llmq.train(**long, **{"continue": "auto"})
     assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "says"),
-    [
-        (["--train-file=absent.bin"], 3, "absent.bin"),
-        (["--learning-rate=fast"], 2, "--learning-rate"),
-        (["--lerning-rate=1"], 2, "--learning-rate"),
-        (["--config=absent.yaml"], 2, "absent.yaml"),
-        (["--device=cuda"], 2, "--device cpu"),
-        (["--train-file=source/config.json"], 3, "BIN.TOK"),
-        (["--out-dir=/proc/model"], 7, "/proc"),
-        (["--model=absent/folder/of/mine"], 3, "absent/folder/of/mine"),
-    ],
-)
-def test_bad_input_is_one_message_and_an_exit_code(given, capsys, more, code, says):
-    replaced = {m.split("=")[0][2:].replace("-", "_") for m in more}
-    arguments = command({k: v for k, v in given.items() if k not in replaced}, *more)[3:]
-    assert shell.run(train_command(), arguments) == code
-    output = "".join(capsys.readouterr())
-    assert says in output and "Traceback" not in output
 
 
 def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from_the_data(given, tmp_path):

@@ -454,16 +454,6 @@ def test_weights_that_are_not_there_are_said_before_the_data_is_read(given):
             llmq.train(**{**given, **more, "from_scratch": False, "train_file": "absent.bin"})
 
 
-def test_another_file_or_a_folder_is_no_log_file(given):
-    Path("notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match=r"--log-file notes\.txt is a file that is no log"):
-        llmq.train(**{**given, "log_file": "notes.txt"})
-    Path("logs").mkdir()
-    with pytest.raises(StorageError, match=r"--log-file logs is a folder: name a file, such as logs/log\.jsonl"):
-        llmq.train(**{**given, "log_file": "logs"})
-    assert Path("notes.txt").read_text() == "mine" and Path("logs").is_dir() and not SAVED.exists()
-
-
 def test_the_held_out_loss_is_that_of_the_data(given):
     losses = [llmq.train(**{**given, "z_loss": z, "learning_rate": 0, "name": f"z{z}"}).eval_loss for z in (0, 0.1)]
     assert losses[0] == losses[1]

@@ -276,13 +276,6 @@ def test_the_schedule_begins_anew(given):
     assert read_log(again.log_path).train["lr"][-3:] == pytest.approx(want[-3:])
 
 
-def test_a_reset_needs_a_run_that_resumes(given):
-    with pytest.raises(UsageError, match="--reset optimizer,lr is for a run that resumes"):
-        llmq.train(**given, reset="optimizer,lr")
-    with pytest.raises(UsageError, match="reset"):
-        llmq.train(**given, **{"continue": "auto", "reset": "weights"})
-
-
 @pytest.mark.parametrize(
     "numbers",
     [

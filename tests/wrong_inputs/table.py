@@ -65,6 +65,22 @@ COMMAND_LINES = {
 --lora-rank 4 --lora-targets '' | --lora-targets '': no such linear map in a
 --lora-rank 4 --lora-targets 'layers.[0-' | --lora-targets layers.[0-: no such linear map
 --lora-rank 4 --lora-rank-pattern q_proj | --lora-rank-pattern q_proj: write
+--lora-rank 4 --lora-rank-pattern q_proj=0 | --lora-rank-pattern q_proj=0: write PATTERN=NUMBER
+--lora-rank 4 --lora-rank-pattern =3 | --lora-rank-pattern =3: write PATTERN=NUMBER
+--lora-rank 4 --lora-rank-pattern q_proj=1.5 | --lora-rank-pattern q_proj=1.5: write PATTERN=NUMBER
+--lora-rank 4 --lora-rank-pattern q_proj=2, | : write PATTERN=NUMBER with a number above 0
+--lora-rank 4 --lora-rank-pattern q_proj=4,q_proj=2 | --lora-rank-pattern gives q_proj twice, as 4 and as 2:
+--lora-rank 4 --lora-alpha-pattern q_proj=4,q_proj=2 | --lora-alpha-pattern gives q_proj twice, as 4
+--optimizer sgd --beta-1 0.9 | --beta-1 0.9 is for --optimizer adamw
+--momentum 0.9 --nesterov | --nesterov is for --optimizer sgd
+--optimizer sgd --nesterov | looks ahead along the momentum, which is 0: add --momentum 0.9
+--optimizer sgd --momentum 0.9 --opt-v-dtype bf16 | is of no use, as the optimizer keeps m (Momentum)
+--optimizer sgd --opt-m-dtype int8 | keeps nothing but the master weights
+--optimizer sgd --momentum 0.9 --offload-opt-v | --offload-opt-v frees no memory, as the optimizer keeps m (Momentum)
+--optimizer sgd --offload-opt-m | --offload-opt-m frees no memory
+--optimizer sgd --offload-optimizer | --offload-optimizer frees no memory, as the optimizer keeps nothing
+--reset weights --continue auto | --reset weights
+--memory-limit 0GiB | --memory-limit 0GiB: give a size above 0
 --lora-rank 4 --lora-alpha-pattern q_proj=nan | --lora-alpha-pattern q_proj=nan: write
 --lora-rank 4 --lora-rank-pattern nothing=3 | --lora-rank-pattern nothing: no linear map
 --lora-rank 4 --train-also nothing | --train-also nothing: no module of the model
