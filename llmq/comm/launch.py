@@ -41,12 +41,7 @@ CORES, LAUNCHER, LAST_SIGNAL = "LLMQ_CORES", "LLMQ_LAUNCHER_PID", "LLMQ_LAST_SIG
 ENDINGS = ((20.0, signal.SIGTERM), (28.0, signal.SIGKILL))  # seconds after a failure, and what the others then get
 POLL_S = 0.05
 TAIL = 20  # lines of a rank's output that are shown when it fails
-SIGNALS = {
-    signal.SIGINT: INTERRUPTED,
-    signal.SIGTERM: TERMINATED,
-    signal.SIGHUP: TERMINATED,
-    signal.SIGUSR1: TERMINATED,
-}
+SIGNALS = {signal.SIGINT: INTERRUPTED, **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), TERMINATED)}
 PLANNED = (0, *sorted(set(SIGNALS.values())))  # exit codes of ranks that ended because they were done, or asked to
 AGAIN = (1, WorldError.exit_code)  # exit codes after which another try can go better
 TRIES_TO_END = 3  # signals that end a run: one after the step, one at once, one by SIGKILL
@@ -161,10 +156,6 @@ class LocalRank:
             else:
                 self._process.send_signal(number)
 
-    def wait(self) -> None:
-        """Until it has ended."""
-        self._process.wait()
-
 
 class Running:
     """The ranks of a group. While entered, signals go on to them."""
@@ -214,7 +205,8 @@ class Running:
         for rank in self._ranks.values():
             if rank.poll() is None:
                 rank.send(signal.SIGKILL)
-                rank.wait()
+            while rank.poll() is None:
+                time.sleep(POLL_S)
         self._ranks = {}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

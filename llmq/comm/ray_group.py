@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -172,8 +171,3 @@ class RayRank:
     def send(self, number: int) -> None:
         """A signal; what is lost gets none."""
         self._actor.send.remote(number)
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        while self.poll() is None:
-            time.sleep(0.1)

@@ -276,9 +276,9 @@ def test_a_folder_with_other_files_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("fail_at", ["write", "sync", "rename", "read", "interrupt"])
+@pytest.mark.parametrize("fail_at", ["write", "sync", "rename", ZeroDivisionError, KeyboardInterrupt])
 def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite, fail_at):
-    values = random_values(BASE)
+    values, new, real_rename = random_values(BASE), random_values(BASE, seed=1), os.rename
     if overwrite:
         write(tmp_path / "m", BASE, values)
     before = listing(tmp_path)
@@ -286,27 +286,21 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite,
     def no_space(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    new, error = random_values(BASE, seed=1), StorageError
-    real_rename = os.rename
-    if fail_at == "write":
-        monkeypatch.setattr(hf, "write_json", no_space)
-    elif fail_at == "sync":
-        monkeypatch.setattr(os, "fsync", no_space)
-    elif fail_at == "rename":
-        monkeypatch.setattr(os, "rename", lambda a, b: no_space() if ".tmp" in str(a) else real_rename(a, b))
-    else:
-        error = KeyboardInterrupt if fail_at == "interrupt" else ZeroDivisionError
-    with pytest.raises(error) as caught:
-        read = new.__getitem__
-        if error is not StorageError:
+    def read(row):
+        if isinstance(fail_at, type):
+            raise fail_at
+        return new[row.name]
 
-            def read(name):
-                raise error
-
-        Export(tmp_path / "m", BASE, parameter_rows(BASE), "fp32", overwrite=overwrite).write(
-            lambda row: read(row.name)
-        )
-    if error is StorageError:
+    failing = {
+        "write": (hf, "write_json", no_space),
+        "sync": (os, "fsync", no_space),
+        "rename": (os, "rename", lambda a, b: no_space() if ".tmp" in str(a) else real_rename(a, b)),
+    }
+    if fail_at in failing:
+        monkeypatch.setattr(*failing[fail_at])
+    with pytest.raises(StorageError if fail_at in failing else fail_at) as caught:
+        Export(tmp_path / "m", BASE, parameter_rows(BASE), "fp32", overwrite=overwrite).write(read)
+    if fail_at in failing:
         assert "No space left" in str(caught.value) and "bytes" in str(caught.value)
     monkeypatch.undo()
     assert listing(tmp_path) == before
