@@ -123,11 +123,6 @@ class Encoder:
         return other
 
     @property
-    def makes_masks(self) -> bool:
-        """Whether documents can have tokens that are not trained."""
-        return self.format.name != "text"
-
-    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Every end token that is trained, as far as known: those of the template, and those of the rows so far."""
         return tuple(sorted({*self.counts.end_tokens, *self.own_ends}))

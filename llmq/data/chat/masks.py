@@ -60,10 +60,6 @@ class TrainOn:
             )
         return cls(roles=frozenset(roles))
 
-    def turns(self, chat: Chat) -> list[int]:
-        """Indices of the trained messages."""
-        return [turn for turn in self.candidates(chat) if turn not in chat.untrained]
-
     def candidates(self, chat: Chat) -> list[int]:
         """Indices of the messages that are trained unless they say that they are not."""
         turns = enumerate(chat.messages)
@@ -202,7 +198,7 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
     if train_on.everything:
         return [_everything(turns, whole)]
     made: list[Sample] = []  # from the last turn to the first
-    for turn in reversed(train_on.turns(chat)):
+    for turn in (turn for turn in reversed(train_on.candidates(chat)) if turn not in chat.untrained):
         spans, own = turns.spans(turn), turns.render(turn + 1).text
         text = made[-1].text if made else whole
         standing = _standing(text, own, spans, end_tokens)

@@ -82,11 +82,11 @@ class Environment(ImmutableSandboxedEnvironment):
         """What the template makes. RenderError if it raises, takes too long, or writes too much."""
         try:
             with self.lock:
-                return self._rendering(variables)
+                return self._rendered(variables)
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(_reason(error)) from None
 
-    def _rendering(self, variables: Mapping[str, Any]) -> Rendering:
+    def _rendered(self, variables: Mapping[str, Any]) -> Rendering:
         self.deadline = time.monotonic() + MAX_SECONDS
         self.written, self.generated = 0, []
         pieces = []

@@ -9,7 +9,6 @@ import http.client
 import os
 import re
 import urllib.request
-from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +35,7 @@ from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, BadRow, Record, RowFile
 from llmq.data.tokens.cache import content_hash, is_whole, key_of
 from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
-from llmq.data.tokens.text import Document, Texts, open_documents, split
+from llmq.data.tokens.text import Texts, open_documents, split
 from llmq.data.tokens.tokenizer import TextTokenizer, copied_files
 from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError, UsageError, all_problems
@@ -231,18 +230,9 @@ def _texts(paths: Sequence[Path], eval_fraction: float | None) -> Found:
     if packed := [str(path) for path in paths if path.suffix.lower() in COMPRESSIONS]:
         fix = f"decompress it, or make it .jsonl{packed[0][-3:]}"
         raise DataError(f"{packed[0]}: text files are read as they are: {fix}")
-    documents = [document for document in map(_without_mark, open_documents(paths)) if document.num_bytes]
-    if not documents:
-        raise DataError(f"there is no text in {paths[0]}, but for a byte order mark: give files with text")
-    train, kept, rule = split(documents, EVAL_FRACTION if eval_fraction is None else eval_fraction)
+    train, kept, rule = split(open_documents(paths), EVAL_FRACTION if eval_fraction is None else eval_fraction)
     rule = f"one file is one document (UTF-8, as it is; empty files are left out); {rule}"
     return Found("text", (), Texts(tuple(train)), Texts(tuple(kept)) if kept else None, rule)
-
-
-def _without_mark(document: Document) -> Document:
-    """The document after its byte order mark, which is no text."""
-    with document.path.open("rb") as file:
-        return document.after(len(BOM_UTF8)) if file.read(len(BOM_UTF8)) == BOM_UTF8 else document
 
 
 def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | None, streaming: bool) -> Found:

@@ -148,7 +148,7 @@ def _config(spec: HubSpec, configs: Layout, default: str | None) -> str:
 
 
 def _listing(name: str, revision: str) -> dict[str, Any]:
-    """Commit, files with sizes, and the configs that the data set's card names."""
+    """Commit, files with sizes, and the configs that the data set's card names; no files where none were converted."""
     from huggingface_hub import HfApi, constants, errors
 
     note = cache_folder("hub") / f"{key_of([constants.ENDPOINT, name, revision])}.json"
@@ -171,10 +171,7 @@ def _listing(name: str, revision: str) -> dict[str, Any]:
 
     info = ask(name, revision, "", look, "dataset")
     if info is None:
-        raise DataError(
-            f"{name} has no files of rows (parquet, jsonl, csv, json), and the Hub has not converted it to parquet: "
-            "convert it and give the files; loading scripts of data sets are never run"
-        )
+        return {"files": {}}
     card = info.card_data.to_dict() if info.card_data else {}
     configs = card.get("configs")
     configs = [entry for entry in configs if isinstance(entry, dict)] if isinstance(configs, list) else []
@@ -254,7 +251,10 @@ def converted_layout(name: str, files: Mapping[str, int]) -> Layout:
             "loading scripts of data sets are never run: give the whole data as files"
         )
     if not found:
-        raise DataError(f"{name} has no files of rows (parquet, jsonl, csv, json) that can be read")
+        raise DataError(
+            f"{name} has no files of rows (parquet, jsonl, csv, json), and the Hub has not converted it to parquet: "
+            "convert it and give the files; loading scripts of data sets are never run"
+        )
     return found
 
 

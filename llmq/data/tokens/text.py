@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import mmap
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -77,17 +78,16 @@ def open_documents(paths: Sequence[Path]) -> list[Document]:
             if path.is_dir():
                 raise IsADirectoryError(0, "it is a folder: name the files in it, for example with a glob")
             with path.open("rb") as file:
-                documents.append(Document(path, 0, file.seek(0, 2)))
+                start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0  # which is no text
+                documents.append(Document(path, start, file.seek(0, 2)))
         except OSError as error:
             problems.append(f"{path}: cannot be read ({error.strerror})")
     if problems:
         raise DataError("\n".join(problems))
     filled = [document for document in documents if document.num_bytes]
     if not filled:
-        names = ", ".join(str(path) for path in paths[:5])
-        raise DataError(
-            f"there is no text in {names}{' ...' if len(paths) > 5 else ''} (0 bytes): give files with text"
-        )
+        names = ", ".join(str(path) for path in paths[:5]) + " ..." * (len(paths) > 5)
+        raise DataError(f"there is no text in {names} (0 bytes): give files with text")
     return filled
 
 

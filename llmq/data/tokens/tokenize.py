@@ -166,7 +166,7 @@ def _clear(work: Path) -> None:
 
 def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
     found = request.found
-    has_masks = encoder is not None and encoder.makes_masks
+    has_masks = encoder is not None and encoder.format.name != "text"
     work = request.work(found.train, encoder)
     train = TokenStream("train", work, has_masks, found.eval_tokens, found.limit, found.numbered)
     if found.evaluation is None:
