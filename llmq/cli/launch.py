@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from llmq.cli import shell
 from llmq.comm.environment import JOIN_S, TRAIN
 from llmq.errors import UsageError
+from llmq.options.field import written
 from llmq.options.parse import Options
 
 PROGRAM = "llmq.cli.start:train"  # what every rank runs
@@ -29,25 +30,7 @@ def started(options: Options, arguments: Sequence[str]) -> int | None:
     gpus = device.asked_gpus(options.system)
     if not starts_ranks(flat["launcher"], recognised(os.environ, gpus), gpus):
         return None
-    return _start(options, arguments, Machines(), gpus=gpus)
-
-
-@dataclass(frozen=True)
-class Machines:
-    """Which machine of how many this is, and where they meet; of one machine, any free port will do."""
-
-    count: int = 1
-    rank: int = 0
-    host: str = "127.0.0.1"
-    port: int = 0
-    join_s: float = JOIN_S
-
-    def command(self, ranks: str) -> tuple[str, ...]:
-        """`llmq-launch` with its options, of which `ranks` says how many each machine starts, up to the `--`."""
-        machines = (f"--nnodes={self.count}", f"--node-rank={self.rank}")
-        store = (f"--master-addr={self.host}", f"--master-port={self.port}")
-        patience = () if self.join_s == JOIN_S else (f"--join-timeout={self.join_s:g}",)
-        return ("llmq-launch", *((*machines, *store) if self.count > 1 else ()), ranks, *patience, "--")
+    return _start(options, arguments, TRAIN, gpus=gpus)
 
 
 @shell.version_option
@@ -74,15 +57,7 @@ class Machines:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="-- ARGUMENTS OF llmq-train")
 def command(
-    *,
-    nnodes: int,
-    node_rank: int,
-    master_addr: str | None,
-    master_port: int | None,
-    gpus: int | None,
-    procs: int | None,
-    join_timeout: float,
-    arguments: tuple[str, ...],
+    *, arguments: tuple[str, ...], gpus: int | None, procs: int | None, join_timeout: float, **machines: Any
 ) -> int:
     """Starts this machine's ranks and waits for them; returns the exit code."""
     from llmq.cli.train import options_of
@@ -90,9 +65,10 @@ def command(
 
     if (gpus is None) == (procs is None):
         raise UsageError("give --gpus N for GPUs, or --procs N for processes on the CPU")
+    nnodes, node_rank = machines["nnodes"], machines["node_rank"]
     if node_rank >= nnodes:
         raise UsageError(f"--node-rank {node_rank} of --nnodes {nnodes} is none: machines are 0 to {nnodes - 1}")
-    if nnodes > 1 and (master_addr is None or master_port is None):
+    if nnodes > 1 and (machines["master_addr"] is None or machines["master_port"] is None):
         raise UsageError(f"--nnodes {nnodes} needs --master-addr and --master-port, the same on every machine")
     if (place := recognised(os.environ)) is not None and place.kind != "srun":
         raise UsageError(
@@ -105,21 +81,30 @@ def command(
     if asked not in (1, gpus):
         given = f"--gpus {gpus}" if procs is None else f"--procs {procs}"
         raise UsageError(f"--gpus is {asked} for llmq-train, and llmq-launch has {given}: leave it out after the --")
-    machines = Machines(nnodes, node_rank, master_addr or Machines.host, master_port or 0, join_timeout)
-    start = machines.command(f"--procs={procs}" if procs else f"--gpus={gpus}")
-    return _start(options, arguments, machines, gpus=gpus, procs=procs, start=start)
+    flags = {**machines} if nnodes > 1 else {}
+    flags |= {"procs": procs} if procs else {"gpus": gpus}
+    flags |= {} if join_timeout == JOIN_S else {"join_timeout": f"{join_timeout:g}"}
+    start = ("llmq-launch", *(written(name, value, "=") for name, value in flags.items()), "--")
+    return _start(options, arguments, start, gpus=gpus, procs=procs, join_s=join_timeout, **machines)
 
 
 def _start(
     options: Options,
     arguments: Sequence[str],
-    machines: Machines,
+    start: tuple[str, ...],
     *,
     gpus: int | None,
     procs: int | None = None,
-    start: tuple[str, ...] = TRAIN,
+    join_s: float = JOIN_S,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
 ) -> int:
-    """Starts the ranks of this machine, or those of a Ray cluster; returns the exit code."""
+    """Starts the ranks of this machine, or those of a Ray cluster; returns the exit code.
+
+    `start` is the command that starts as many again. Of a single machine any free port will do.
+    """
     from llmq.comm.environment import RAY, Place
     from llmq.comm.launch import Group, start_group
     from llmq.comm.world import derived_token
@@ -130,18 +115,18 @@ def _start(
     addresses = device.gpu_addresses(gpus) if gpus is not None and here else None
     num = procs or (len(addresses) if addresses is not None else gpus or 0)
     token = os.environ.get("LLMQ_JOB_TOKEN") or (
-        secrets.token_hex(16) if machines.count == 1 else derived_token(f"llmq-launch {machines.host}:{machines.port}")
+        secrets.token_hex(16) if nnodes == 1 else derived_token(f"llmq-launch {master_addr}:{master_port}")
     )
     first = Place(
-        rank=machines.rank * num,
-        size=machines.count * num,
+        rank=node_rank * num,
+        size=nnodes * num,
         local_rank=0,
         local_size=num,
-        master_addr=machines.host,
-        master_port=machines.port,
+        master_addr=master_addr or "127.0.0.1",
+        master_port=master_port or 0,
         token=token,
-        kind="llmq-launch" if procs or machines.count > 1 else "--gpus",
-        join_s=machines.join_s,
+        kind="llmq-launch" if procs or nnodes > 1 else "--gpus",
+        join_s=join_s,
         start=start,
     )
     logs = Path(options.to_flat()["log_file"]).parent
