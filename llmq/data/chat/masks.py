@@ -47,13 +47,9 @@ class TrainOn:
     @classmethod
     def parse(cls, text: str | None) -> TrainOn:
         """`assistant` (and None), `all`, `last`, or roles with commas between; UsageError for anything else."""
-        if text is None:
-            return cls()
-        if text == "all":
-            return cls(everything=True)
-        if text == "last":
-            return cls(only_last=True)
-        roles = [role.strip() for role in text.split(",")]
+        if text in (None, "all", "last"):
+            return cls(everything=text == "all", only_last=text == "last")
+        roles = [role.strip() for role in str(text).split(",")]
         if unknown := [role for role in roles if role not in ROLES]:
             raise UsageError(
                 f"--train-on {text}: {unknown[0]!r} is not a role: give all, last, or some of {', '.join(ROLES)}"
@@ -187,6 +183,21 @@ class Turns:
         following = [token for token in self.end_tokens if text.startswith(token, stop)]
         return stop + max((len(token) for token in following), default=0)
 
+    def standing(self, text: str, turn: int) -> list[tuple[int, int]] | None:
+        """The spans of message `turn` as `text` has them; None if it differs from the rendering that ends with it.
+
+        End tokens after the turn's own, which only the last turn of a conversation has, may be missing.
+        """
+        own, spans = self.render(turn + 1).text, self.spans(turn)
+        start, stop = spans[0][0], spans[-1][1]
+        while text[:stop] != own[:stop]:
+            bare = own[start:stop].rstrip()
+            last = next((token for token in self.end_tokens if bare.endswith(token)), None)
+            if last is None or not bare.removesuffix(last).rstrip().endswith(self.end_tokens):
+                return None
+            stop = start + len(bare) - len(last)
+        return [(first, min(last, stop)) for first, last in spans if first < stop or first == start]
+
 
 def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: tuple[str, ...]) -> list[Sample]:
     """The samples of a conversation, in the order of their trained turns; one without spans if none is trained.
@@ -199,12 +210,11 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
         return [_everything(turns, whole)]
     made: list[Sample] = []  # from the last turn to the first
     for turn in (turn for turn in reversed(train_on.candidates(chat)) if turn not in chat.untrained):
-        spans, own = turns.spans(turn), turns.render(turn + 1).text
-        text = made[-1].text if made else whole
-        standing = _standing(text, own, spans, end_tokens)
+        own, text = turns.render(turn + 1).text, made[-1].text if made else whole
+        standing = turns.standing(text, turn)
         if not made or standing is None:
             made.append(Sample(own if standing is None else text, ()))
-        made[-1].put_first(standing or spans, own)
+        made[-1].put_first(standing or turns.spans(turn), own)
     for sample in made:
         # A last span that reaches the end of the text, where no end token stands, is a turn without one.
         reaches = bool(sample.spans) and sample.spans[-1][1] == len(sample.text)
@@ -212,29 +222,12 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
     return made[::-1] or [Sample(whole, ())]
 
 
-def _standing(
-    text: str, own: str, spans: list[tuple[int, int]], end_tokens: tuple[str, ...]
-) -> list[tuple[int, int]] | None:
-    """The spans of a turn as `text` has them, of `spans` in `own`, the rendering that ends with it; None if it differs.
-
-    End tokens after the turn's own, which only the last turn of a conversation has, may be missing.
-    """
-    start, stop = spans[0][0], spans[-1][1]
-    while text[:stop] != own[:stop]:
-        bare = own[start:stop].rstrip()
-        last = next((token for token in end_tokens if bare.endswith(token)), None)
-        if last is None or not bare.removesuffix(last).rstrip().endswith(end_tokens):
-            return None
-        stop = start + len(bare) - len(last)
-    return [(first, min(last, stop)) for first, last in spans if first < stop or first == start]
-
-
 def _everything(turns: Turns, whole: str) -> Sample:
     """A conversation that is trained from its first to its last character, but for what its messages leave out."""
     chat, spans, at = turns.chat, [], 0
     ends = [(end, end) for count in range(len(chat.messages), 0, -1) if (end := _message_end(turns, count, whole))]
     for turn in sorted(chat.untrained):
-        left = _standing(whole, turns.render(turn + 1).text, turns.spans(turn), turns.end_tokens)
+        left = turns.standing(whole, turn)
         if left is None:
             raise RenderError(
                 f"it writes message {turn + 1}, which is not to be trained, differently once others follow: name roles "

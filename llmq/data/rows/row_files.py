@@ -57,7 +57,7 @@ class BadRow(DataError):
 
 
 Row = Record | BadRow
-Found = tuple[int, Callable[[], Row]]  # a row's number from 0, and what reads it
+Located = tuple[int, Callable[[], Row]]  # a row's number from 0, and what reads it
 
 
 class BadRows:
@@ -109,7 +109,7 @@ class RowFile:
         """What its rows depend on, as JSON."""
         return [self.kind, self.delimiter, content_hash(self.path)]
 
-    def rows(self, start: int = 0) -> Iterator[Found]:
+    def rows(self, start: int = 0) -> Iterator[Located]:
         """Each row from `start` on; DataError where the file itself cannot be read."""
         at = -1
         try:
@@ -158,7 +158,7 @@ def _limited(opened: IO[Line]) -> Iterator[Line]:
         yield line
 
 
-def _json_lines(file: RowFile, start: int) -> Iterator[Found]:
+def _json_lines(file: RowFile, start: int) -> Iterator[Located]:
     with file.opened() as opened:
         for row, line in enumerate(_limited(opened)):
             yield row, partial(_json_row, file.place(row), line)
@@ -185,7 +185,7 @@ def _object(place: str, value: Any) -> Row:
     return Record(place, value) if value else BadRow(place, "the row is empty")
 
 
-def _json_array(file: RowFile, start: int) -> Iterator[Found]:
+def _json_array(file: RowFile, start: int) -> Iterator[Located]:
     content = bytearray()
     with file.opened() as opened:
         while block := opened.read(BLOCK_BYTES):
@@ -205,7 +205,7 @@ def _json_array(file: RowFile, start: int) -> Iterator[Found]:
         yield row, partial(_object, file.place(row), value)
 
 
-def _csv(file: RowFile, start: int) -> Iterator[Found]:
+def _csv(file: RowFile, start: int) -> Iterator[Located]:
     """Bytes that are not UTF-8 become surrogates, which spoil the rows that use them."""
     csv.field_size_limit(MAX_ROW_BYTES)
     with io.TextIOWrapper(file.opened(), "utf-8-sig", "surrogateescape", newline="") as opened:
@@ -245,7 +245,7 @@ def _open_parquet(file: RowFile) -> Any:
         raise DataError(f"{file.name}: not a parquet file that can be read ({_said(error)}): get it again") from None
 
 
-def _parquet(file: RowFile, start: int) -> Iterator[Found]:
+def _parquet(file: RowFile, start: int) -> Iterator[Located]:
     row = 0
     with _open_parquet(file) as opened:
         if twice := _twice(opened.schema_arrow.names):
@@ -276,6 +276,6 @@ def _parquet_row(place: str, batch: Any, offset: int) -> Row:
 
 
 # The rows of a file of each kind, at least those from `start` on.
-_FINDERS: dict[str, Callable[[RowFile, int], Iterator[Found]]] = {
+_FINDERS: dict[str, Callable[[RowFile, int], Iterator[Located]]] = {
     "jsonl": _json_lines, "json": _json_array, "csv": _csv, "parquet": _parquet,
 }  # fmt: skip

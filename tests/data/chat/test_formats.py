@@ -27,29 +27,29 @@ def read(row: dict, data_format: str | None = None, mapping: tuple = (), first: 
     return find_format([record(first or row)], data_format, mapping).read(record(row, 2), VOCABULARY)
 
 
+def alpaca(opening: str, given: str = "", system: str | None = None) -> Pair:
+    """What Alpaca's prompt makes of the instruction a with the output b."""
+    asked = f"### Instruction:\na\n\n### Input:\n{given}" if given else "### Instruction:\na"
+    return Pair(f"{opening}\n\n{asked}\n\n### Response:\n", "b", f"a\n\n{given}" if given else "a", system)
+
+
 @pytest.mark.parametrize(
     ("row", "name", "content"),
     [
         ({"text": "a", "url": "b"}, "text", Text("a")),
         ({"prompt": "a", "completion": " b"}, "prompt-completion", Pair("a", " b", "a")),
         ({"question": "a", "answer": "b"}, "question-answer", Pair("a", "b", "a")),
-        ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca",
-         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
-        ({"instruction": "a", "input": "c", "output": "b"}, "alpaca",
-         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
-        ({"instruction": "a", "context": "c", "response": "b", "category": "qa"}, "alpaca",
-         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
-        ({"instruction": "a", "context": None, "response": "b"}, "alpaca",
-         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
-        ({"instruction": "a", "response": "b"}, "alpaca",
-         Pair(f"{PREAMBLES[False]}\n\n### Instruction:\na\n\n### Response:\n", "b", "a")),
+        ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca", alpaca(PREAMBLES[False])),
+        ({"instruction": "a", "input": "c", "output": "b"}, "alpaca", alpaca(PREAMBLES[True], "c")),
+        ({"instruction": "a", "context": "c", "response": "b", "id": 1}, "alpaca", alpaca(PREAMBLES[True], "c")),
+        ({"instruction": "a", "context": None, "response": "b"}, "alpaca", alpaca(PREAMBLES[False])),
+        ({"instruction": "a", "response": "b"}, "alpaca", alpaca(PREAMBLES[False])),
         ({"prompt": "a", "response": "b"}, "prompt-completion", Pair("a", "b", "a")),
         ({"input": "a", "output": "b"}, "prompt-completion", Pair("a", "b", "a")),
         ({"prompt": [ASK], "completion": [TELL]}, "prompt-completion", Chat([ASK, TELL], num_asked=1)),
         ({"prompt": [ASK, TELL, ASK], "completion": [{**TELL, "weight": 0}, ASK, TELL], "tools": [TOOL]},
          "prompt-completion", Chat([ASK, TELL, ASK, TELL, ASK, TELL], [TOOL], frozenset({3}), 3)),
-        ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, "alpaca",
-         Pair("d\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc", "d")),
+        ({"instruction": "a", "input": "c", "output": "b", "system": "d"}, "alpaca", alpaca("d", "c", "d")),
         ({"messages": [ASK, TELL], "prompt": "a", "text": "c"}, "messages", Chat([ASK, TELL])),
         ({"messages": [ASK, TELL], "tools": [TOOL]}, "messages", Chat([ASK, TELL], [TOOL])),
         ({"messages": [ASK, TELL], "tools": '[{"name": "f"}]'}, "messages", Chat([ASK, TELL], [{"name": "f"}])),
@@ -143,10 +143,8 @@ def test_a_format_can_be_chosen_and_says_its_mapping():
         ({"messages": [ASK, TELL]}, {"tools": [TOOL]}, (), Chat([ASK, TELL], [TOOL])),
         ({"messages": [ASK, TELL]}, {"functions": [TOOL]}, (("tools", "functions"),), Chat([ASK, TELL], [TOOL])),
         ({"conversations": [HUMAN, GPT]}, {"system": "s"}, (), Chat([{"role": "system", "content": "s"}, ASK, TELL])),
-        ({"instruction": "a", "output": "b"}, {"more": "c"}, (("input", "more"),),
-         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
-        ({"instruction": "a", "response": "b"}, {"more": "c"}, (("input", "more"),),
-         Pair(f"{PREAMBLES[True]}\n\n### Instruction:\na\n\n### Input:\nc\n\n### Response:\n", "b", "a\n\nc")),
+        ({"instruction": "a", "output": "b"}, {"more": "c"}, (("input", "more"),), alpaca(PREAMBLES[True], "c")),
+        ({"instruction": "a", "response": "b"}, {"more": "c"}, (("input", "more"),), alpaca(PREAMBLES[True], "c")),
     ],
 )  # fmt: skip
 def test_a_column_that_only_later_rows_have_is_read_and_named_if_it_is_among_the_first(first, later, mapping, content):

@@ -46,54 +46,83 @@ def masked(name: str | ChatTemplate, chat: str | list[dict], train_on: str | Non
     return [marked(sample) for sample in samples(used, Chat(messages, tools), TrainOn.parse(train_on), SPECIAL)]
 
 
-def test_each_answer_is_trained_with_its_end_token_and_nothing_behind():
-    assert masked("chatml", "long") == [
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BEGINS = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")  # with reasoning
+STRICT = ChatTemplate("{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML, "strict")
+LENIENT = ChatTemplate(CHATML, "lenient")
+READS = ChatTemplate("{% for m in messages %}{{ raise_exception('no') if m.content == '0' }}"
+                     "{{ m.role + ': ' + m.content }}\n{% endfor %}", "reads")  # fmt: skip
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+                     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", "plain")  # fmt: skip
+# Phi-3 without blocks: EOS follows the last end token of a conversation, and no other.
+PHI = ChatTemplate(CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "phi", VARIABLES)
+HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+ASKED = [{"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "No."}]
+YES = f"{USER}Yes?{END}{ASSISTANT}"
+WELCOME = [{"role": "assistant", "content": "Welcome."}, *CHATS["one"][0]]
+WELCOMED = (f"{ASSISTANT}\u00abWelcome.<|im_end|>\u00bb\n{USER}What is in the box?{END}"
+            f"{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n")  # fmt: skip
+BETWEEN_CALLS = [
+    {"role": "user", "content": "Rome?"},
+    {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": TOOLS[2]["tool_calls"]},
+    {"role": "tool", "content": "rain"},
+    {"role": "assistant", "reasoning_content": "Wet.", "content": "It rains."},
+]
+# Each answer is trained with its end token, and nothing behind it; what earlier turns write otherwise is trained in a
+# sample of its own.
+MASKED = {
+    "end tokens": ("chatml", "long", None, [
         f"{VERSE}{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"
-        f"{USER}And\n\nnow?{END}{ASSISTANT}\u00ab\n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n<|im_end|>\u00bb\n"
-    ]
-    head = "<|start_header_id|>{}<|end_header_id|>\n\n".format
-    assert masked("llama3", "system") == [
-        f"<s>{head('system')}Answer in verse.<|eot_id|>{head('user')}What is in the box?<|eot_id|>"
-        f"{head('assistant')}\u00abNothing.<|eot_id|>\u00bb"
-    ]
-    assert masked("zephyr", "one") == ["<|user|>\nWhat is in the box?</s>\n<|assistant|>\n\u00abNothing.</s>\u00bb\n"]
-
-
-def test_a_template_without_generation_prompt_is_trained_from_the_space_before_the_answer():
-    assert masked("mistral", "one") == ["<s>[INST]What is in the box?[/INST]\u00ab Nothing.</s>\u00bb"]
-
-
-def test_a_system_message_that_moves_to_the_last_question_makes_two_samples():
-    assert masked("mistral", "long") == [
+        f"{USER}And\n\nnow?{END}{ASSISTANT}\u00ab\n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n<|im_end|>\u00bb\n"]),
+    "nothing behind the end": ("llama3", "system", None, [
+        f"<s>{HEADER('system')}Answer in verse.<|eot_id|>{HEADER('user')}What is in the box?<|eot_id|>"
+        f"{HEADER('assistant')}\u00abNothing.<|eot_id|>\u00bb"]),
+    "EOS as the end": ("zephyr", "one", None, [
+        "<|user|>\nWhat is in the box?</s>\n<|assistant|>\n\u00abNothing.</s>\u00bb\n"]),
+    "no generation prompt": ("mistral", "one", None, ["<s>[INST]What is in the box?[/INST]\u00ab Nothing.</s>\u00bb"]),
+    "a system message that moves to the last question": ("mistral", "long", None, [
         "<s>[INST]Answer in verse.\n\nWhat is in the box?[/INST]\u00ab Nothing.</s>\u00bb",
         "<s>[INST]What is in the box?[/INST] Nothing.</s>[INST]Answer in verse.\n\nAnd\n\nnow?[/INST]"
-        "\u00ab \n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n</s>\u00bb",
-    ]
-
-
-def test_reasoning_that_is_left_out_of_earlier_turns_is_trained_in_samples_of_their_own():
-    first = f"{USER}2 + 2?{END}{ASSISTANT}"
-    assert masked("qwen3", "reasoned") == [
-        f"{first}\u00ab<think>\nTwo and two.\n</think>\n\n4.<|im_end|>\u00bb\n",
-        f"{first}4.{END}{USER}And 3 + 3?{END}{ASSISTANT}"
-        "\u00ab<think>\nThree and three.\n</think>\n\n6.<|im_end|>\u00bb\n",
-    ]
-
-
-def test_reasoning_that_stays_between_tool_calls_stays_in_one_sample():
-    call = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
-    chat = [
-        {"role": "user", "content": "Rome?"},
-        {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": call},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "reasoning_content": "Wet.", "content": "It rains."},
-    ]
-    assert masked("qwen3", chat) == [
+        "\u00ab \n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n</s>\u00bb"]),
+    "reasoning that earlier turns leave out": ("qwen3", "reasoned", None, [
+        f"{USER}2 + 2?{END}{ASSISTANT}\u00ab<think>\nTwo and two.\n</think>\n\n4.<|im_end|>\u00bb\n",
+        f"{USER}2 + 2?{END}{ASSISTANT}4.{END}{USER}And 3 + 3?{END}{ASSISTANT}"
+        "\u00ab<think>\nThree and three.\n</think>\n\n6.<|im_end|>\u00bb\n"]),
+    "reasoning that stays between tool calls": ("qwen3", BETWEEN_CALLS, None, [
         f"{USER}Rome?{END}{ASSISTANT}\u00ab<think>\nAsk.\n</think>\n\n<tool_call>\n"
-        '{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\u00bb\n'
+        '{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call><|im_end|>\u00bb\n'
         f"{USER.strip()}\n<tool_response>\nrain\n</tool_response>{END}"
-        f"{ASSISTANT}\u00ab<think>\nWet.\n</think>\n\nIt rains.<|im_end|>\u00bb\n"
-    ]
+        f"{ASSISTANT}\u00ab<think>\nWet.\n</think>\n\nIt rains.<|im_end|>\u00bb\n"]),
+    "an answer without question": (LENIENT, WELCOME, None, [WELCOMED]),
+    "an answer without question that no empty chat finds": (STRICT, WELCOME, None, [WELCOMED]),
+    "a prompt that begins reasoning": (BEGINS, "one", None,
+        [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]),
+    **{f"a prompt that begins reasoning, and the answer {answer}": (
+        BEGINS, [ASKED[0], {"role": "assistant", "content": answer}], None, [f"{YES}\u00ab{answer}<|im_end|>\u00bb\n"])
+        for answer in ("<t", "<think", "<thin air>", "<th>ink</th>")},
+    **{f"what others say, {content!r}": (LENIENT, [*ASKED, {"role": "user", "content": content}], "user",
+        [f"{USER}\u00abYes?<|im_end|>\u00bb\n{ASSISTANT}No.{END}{USER}\u00ab{content}<|im_end|>\u00bb\n"])
+        for content in ("i", "end", "user", "im_", "0", "<|im_start|>", "  a", "a\n", "|>")},
+    "what others say where the template reads it": (
+        READS, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "user",
+        ["\u00abuser: a\n\u00bb\u00abuser: b\n\u00bb+EOS"]),
+    "no end token, once": (PLAIN, "one", None, ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bb+EOS"]),
+    "no end token, all": (PLAIN, "one", "all", ["\u00abuser: What is in the box?\nassistant: Nothing.\n\u00bb+EOS"]),
+    "no end token, and a question at the end": (PLAIN, LONG[1:4], None,
+        ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bbuser: And\n\nnow?\n"]),
+    "a second end token of the last turn": (PHI, [*ASKED, *ASKED], None,
+        [f"{YES}\u00abNo.<|im_end|>\n\u00bb{YES}\u00abNo.<|im_end|>\n</s>\u00bb"]),
+    "the user alone": ("chatml", ASKED[:1], None, [f"<|im_start|>system\nBe brief.{END}{USER}Yes?{END}"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_what_is_trained(name):
+    used, chat, train_on, expected = MASKED[name]
+    assert masked(used, chat, train_on) == expected
 
 
 def test_every_trained_turn_is_in_one_sample_as_it_is_at_inference():
@@ -144,33 +173,6 @@ def test_what_is_no_role_is_refused(text):
         TrainOn.parse(text)
 
 
-def test_an_answer_without_question_is_found_by_its_content():
-    chat = [{"role": "assistant", "content": "Welcome."}, *CHATS["one"][0]]
-    strict = ChatTemplate("{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML, "strict")
-    expected = f"{ASSISTANT}\u00abWelcome.<|im_end|>\u00bb\n{USER}What is in the box?{END}"
-    expected += f"{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"
-    assert masked(strict, chat) == [expected]
-    assert masked(ChatTemplate(CHATML, "lenient"), chat) == [expected]
-
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-def test_a_prompt_that_begins_reasoning_ends_where_the_answer_parts_from_it():
-    begins = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")
-    assert masked(begins, "one") == [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]
-
-
-@pytest.mark.parametrize("answer", ["<t", "<think", "<thin air>", "<th>ink</th>"])
-def test_an_answer_that_begins_like_reasoning_is_trained_from_its_first_character(answer):
-    begins = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")
-    (text,) = masked(begins, [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
-    assert text == f"{USER}a{END}{ASSISTANT}\u00ab{answer}<|im_end|>\u00bb\n"
-
-
 @pytest.mark.parametrize("name", ["chatml", "llama3", "zephyr", "qwen3", "bos"])
 @pytest.mark.parametrize("system", [False, True])
 def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(name, system):
@@ -183,41 +185,16 @@ def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(
     assert spoken.removeprefix("<think>\n\n</think>\n\n") in [hello + end for end in SPECIAL]
 
 
-@pytest.mark.parametrize("content", ["i", "end", "user", "im_", "0", "<|im_start|>", "  a", "a\n", "|>"])
-def test_what_others_say_is_found_whatever_it_is(content):
-    chat = [*CHATS["one"][0], {"role": "user", "content": content}]
-    (text,) = masked("chatml", chat, "user")
-    assert text.split(f"{ASSISTANT}Nothing.{END}")[1] == f"{USER}\u00ab{content}<|im_end|>\u00bb\n"
-
-
 def test_what_others_say_begins_in_their_message_where_another_content_changes_earlier_turns():
     chat = [*REASONED[:2], {"role": "user", "content": "<tool_response>5</tool_response>"}]
     (text,) = masked("qwen3", chat, "user")
     assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("\u00ab<|im_start|>user\n<tool_resp")
 
 
-def test_what_others_say_where_the_template_reads_it_is_trained_as_a_whole_message():
-    reads = "{% for m in messages %}{{ raise_exception('no') if m.content == '0' }}{{ m.role + ': ' + m.content }}\n"
-    chat = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert masked(ChatTemplate(reads + "{% endfor %}", "reads"), chat, "user") == [
-        "\u00abuser: a\n\u00bb\u00abuser: b\n\u00bb+EOS"
-    ]
-
-
 def test_a_template_that_rewrites_the_prompt_is_refused():
     counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
     with pytest.raises(RenderError, match="writes the conversation before message 2 differently once"):
         masked(counts, "one")
-
-
-def test_a_turn_without_end_token_gets_eos_at_the_end_only():
-    plain = ChatTemplate("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-                         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", "plain")  # fmt: skip
-    assert masked(plain, LONG[1:4]) == [
-        "user: What is in the box?\nassistant: \u00abNothing.\n\u00bbuser: And\n\nnow?\n"
-    ]
-    assert masked(plain, "one") == ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bb+EOS"]
-    assert masked(plain, "one", "all") == ["\u00abuser: What is in the box?\nassistant: Nothing.\n\u00bb+EOS"]
 
 
 GENERATION = (
@@ -267,15 +244,11 @@ def convention(name: str) -> ChatTemplate:
     return ChatTemplate(text, name, {"bos_token": BOS, "eos_token": EOS})
 
 
-ASKED = [{"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "No."}]
-
-
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_a_turn_is_trained_through_its_end_token_and_gets_no_second_one(name):
     *_, last, first = CONVENTIONS[name]
-    used, asked = convention(name), f"{USER}Yes?{END}{ASSISTANT}"
-    assert masked(used, ASKED) == [asked + last]
-    assert masked(used, [*ASKED, *ASKED]) == [asked + (first or last) + asked + last]
+    assert masked(convention(name), ASKED) == [YES + last]
+    assert masked(convention(name), [*ASKED, *ASKED]) == [YES + (first or last) + YES + last]
 
 
 @pytest.mark.parametrize("name", ["end inside", "end outside", "end and line break inside"])
@@ -283,15 +256,6 @@ def test_an_empty_answer_is_trained_by_its_end_token(name):
     chat = [ASKED[0], {"role": "assistant", "content": ""}, *ASKED]
     (text,) = masked(convention(name), chat)
     assert text.count("\u00ab<|im_end|>") == 1 and "+EOS" not in text
-
-
-def test_turns_are_one_sample_where_only_the_last_has_a_second_end_token():
-    """Phi-3 without blocks: EOS follows the last <|end|> of a conversation, and no other."""
-    plain = ChatTemplate(CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", "plain", VARIABLES)
-    asked = f"{USER}Yes?{END}{ASSISTANT}"
-    assert masked(plain, [*ASKED, *ASKED]) == [
-        f"{asked}\u00abNo.<|im_end|>\n\u00bb{asked}\u00abNo.<|im_end|>\n</s>\u00bb"
-    ]
 
 
 @pytest.mark.judge
@@ -368,13 +332,6 @@ def test_a_turn_that_is_left_out_of_all_and_stands_there_otherwise_is_refused():
     with pytest.raises(RenderError, match="message 2, which is not to be trained, differently once others follow"):
         samples(template("qwen3"), chat, TrainOn.parse("all"), SPECIAL)
     assert len(samples(template("qwen3"), chat, TrainOn(), SPECIAL)) == 1
-
-
-def test_a_chat_of_the_user_alone_trains_nothing():
-    assert masked("chatml", [{"role": "user", "content": "Hello?"}]) == [
-        f"<|im_start|>system\nBe brief.<|im_end|>\n{USER}Hello?{END}"
-    ]
-    assert samples(template("qwen3"), Chat(CHATS["one"][0][:1], [WEATHER]), TrainOn(), SPECIAL)[0].spans == ()
 
 
 def test_a_long_chat_is_rendered_as_often_as_it_must(monkeypatch):
