@@ -1,15 +1,19 @@
-"""Handles of the reference copied to the GPU, so that one case runs on both backends."""
+"""Handles of the reference copied to the GPU, so that one case runs on both; what a compiler says of kernels."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
+from llmq.ops.cuda import compile
+from llmq.ops.cuda.compile import Constants
 from llmq.tensor import DTYPES
 
 from .build import arguments_of
@@ -66,3 +70,26 @@ class Device:
         given = {"scratch": self.scratch} if size else {}
         cuda.OPS[op](*outputs, *inputs, **numbers, **given)
         cupy.cuda.get_current_stream().synchronize()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of a kernel: registers and spilled bytes per thread, static shared bytes per block."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def compiled(name: str, capability: int, constants: Constants) -> tuple[dict[str, Resources], str]:
+    """What ptxas says of each kernel of a source, by name, and the whole log; the test is skipped without NVRTC."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
+    _, log = compile.compiled(name, capability, constants)
+    found = {}
+    for part in log.split("Compiling entry function '")[1:]:
+        numbers = [
+            int(match.group(1)) if (match := re.search(pattern, part)) else 0
+            for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+        ]
+        found[part.split("'")[0]] = Resources(*numbers)
+    return found, log

@@ -16,6 +16,7 @@ from llmq.tensor import Ref
 from .build import arguments_of, output, tensor
 from .cases import Sizes
 from .cases import borders as some_borders
+from .cuda_build import compiled
 
 OPS_HERE = ("attention_forward", "attention_backward")
 WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
@@ -134,24 +135,17 @@ REGISTERS = {32: 104, 64: 120, 80: 144, 128: 144, 256: 168}  # most of any kerne
 @pytest.mark.parametrize("capability", [*SOME, *MORE])
 @pytest.mark.parametrize("packed", [0, 1], ids=["dense", "packed"])
 def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(capability, packed):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    from llmq.ops.cuda import compile as cuda_compile
-
     for head_dim in REGISTERS:
         constants = {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed}
-        _, log = cuda_compile.compiled("attention", capability, constants)
-        used = cuda_compile.resources(log)
+        used, _ = compiled("attention", capability, constants)
         assert set(used) == {"attention_forward", "attention_backward_q", "attention_backward_kv"}
         assert all(not u.spill_bytes and u.registers <= REGISTERS[head_dim] for u in used.values()), (head_dim, used)
 
 
 @CAPABILITIES
 def test_the_kernel_that_finds_documents_compiles(capability):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-    from llmq.ops.cuda import compile as cuda_compile
-
-    _, log = cuda_compile.compiled("documents", capability, {"QKV": 1152, "ATT": 896, "LSE": 14})
-    (used,) = cuda_compile.resources(log).values()
+    found, log = compiled("documents", capability, {"QKV": 1152, "ATT": 896, "LSE": 14})
+    (used,) = found.values()
     assert "warning" not in log and not used.spill_bytes and used.registers <= 48
 
 

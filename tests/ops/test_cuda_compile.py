@@ -20,7 +20,6 @@ from llmq.errors import UsageError
 from llmq.model.presets import PRESETS
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
-from llmq.ops.cuda import compile as cuda_compile
 from llmq.ops.cuda import launch
 from llmq.ops.cuda_sources import cuda_folder, cuda_sources
 from llmq.optimizers.adamw import M, V
@@ -29,6 +28,7 @@ from llmq.stores.fetched_weights import MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
+from .cuda_build import compiled
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 CURRENT = tuple(Form("e4m3", layout, "current") for layout in ("row", "col"))
@@ -499,13 +499,12 @@ def test_the_gradient_of_an_embedding_has_the_shared_memory_that_it_asks_for(lau
 )
 def test_the_kernels_hold_the_launcher_of_an_embedding_to_its_sizes(launches, constant, says):
     """Of the largest bins that there are."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     d_res, tokens = launches.tensor((1, 100, 64), "bf16"), launches.tensor((1, 100), "int32")
     OPS.embedding_backward(launches.output((2**18, 64), "bf16", None), d_res, tokens)
     _, _, constants, _ = launches.found[0]
-    cuda_compile.compiled("embedding", 90, constants)
+    compiled("embedding", 90, constants)
     with pytest.raises(RuntimeError, match=says):
-        cuda_compile.compiled("embedding", 90, {**constants, constant: constants[constant] + 4})
+        compiled("embedding", 90, {**constants, constant: constants[constant] + 4})
 
 
 WIDE = {("bf16", 5120): 28, ("bf16", 8192): 72, ("bf16", 16384): 64, ("bf16", 32768): 832, ("fp32", 16384): 160}
@@ -516,13 +515,12 @@ WIDE = {("bf16", 5120): 28, ("bf16", 8192): 72, ("bf16", 16384): 64, ("bf16", 32
 @pytest.mark.parametrize(("dtype", "width"), WIDE, ids=str)
 def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, dtype, width, capability):
     """Bytes; what a lane holds of a row in backward is more than 1024 threads, or 512 of bf16, have registers for."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
     norms(launches, dtype, width, (None,))
     if 16 * width + launch.STATIC_BYTES <= launch.shared_bytes_limit():
         norms(launches, dtype, width, (None, ROW8, COL8))
     for name, entry, constants, _ in launches.found:
-        used = cuda_compile.resources(cuda_compile.compiled(name, capability, constants)[1])[entry]
+        used = compiled(name, capability, constants)[0][entry]
         assert used.spill_bytes <= WIDE[dtype, width] * (entry == "rmsnorm_backward"), (entry, used, constants)
 
 
@@ -541,13 +539,12 @@ def heads(noted: Launches, dtype: str, head_dim: int, *forms: Form | None) -> No
 
 @pytest.mark.parametrize("op", ["rope", "qk_norm"])
 def test_the_kernels_refuse_such_columns_too(launches, op):
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     constants = {"T": "float", "G": "float", "HD": 18, "N": 1, "FORMS": launch.COL, "E4M3": 1}
     constants |= {"HEADS": 8, "TURNED": 6, "LANES": 8, "TOGETHER": 2, "SIGN": -1, "IN_PLACE": 0}
     if op == "qk_norm":
         constants |= {"HQ": 4, "HKV": 2, "HD": 9, "LANES": 16}
     with pytest.raises(RuntimeError, match="columns come in twos"):
-        cuda_compile.compiled(op, 90, constants)
+        compiled(op, 90, constants)
 
 
 @pytest.mark.sample("sweep")
@@ -556,14 +553,13 @@ def test_the_kernels_refuse_such_columns_too(launches, op):
 @pytest.mark.parametrize("head_dim", [12, 20, 100])
 def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
     """Half of a head is a multiple of 2 and not of 4; heads of 18, whose half is odd, are by twos in qk_norm only."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
     for dtype in ("bf16", "fp32"):
         for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)):
             heads(launches, dtype, head_dim, *forms)
     heads(launches, "fp32", 18, None)
     for name, entry, constants, _ in launches.found:
-        used = cuda_compile.resources(cuda_compile.compiled(name, capability, constants)[1])[entry]
+        used = compiled(name, capability, constants)[0][entry]
         assert not used.spill_bytes and used.registers <= REGISTERS[entry], (entry, used, constants)
 
 
@@ -583,7 +579,6 @@ def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...
 )
 def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability):
     """What training in bf16 and fp8 launches at 0.5B, and for one card in fp32 as well."""
-    pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     launches.capability = capability
     model_launches(launches, **QWEN_0_5B)
     launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
@@ -594,8 +589,7 @@ def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches,
     for (name, items), entries in launched.items():
         constants = dict(items)
         assert capability in architectures(name)
-        _, log = cuda_compile.compiled(name, capability, constants)
-        found = cuda_compile.resources(log)
+        found, log = compiled(name, capability, constants)
         assert found.keys() >= entries and "warning" not in log, log
         for entry in entries:
             used, dynamic = found[entry], launches.shared[name, entry, items]

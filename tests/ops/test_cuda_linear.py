@@ -131,6 +131,15 @@ def start_for(case, accumulate):
     return np.random.default_rng(5).standard_normal(shape) if accumulate else None
 
 
+def values(op, case, inputs, dtype, start=None, **numbers):
+    """What the reference computes, and what NumPy does with the problem, which comes with it."""
+    expected, got, gemms = written(case, dtype, start), written(case, dtype, start), NumpyGemms()
+    OPS[op](expected, *inputs.values(), **numbers)
+    call(gemms, op)(as_host(got), *map(as_host, inputs.values()), **numbers)
+    (problem,) = gemms.problems
+    return expected.tensors[0].array, got.tensors[0].array, problem
+
+
 def as_layout(form, layout):
     return None if form is None else replace(form, layout=layout)
 
@@ -146,11 +155,9 @@ def test_a_problem_describes_the_reference(op, size, form, accumulate):
     case, inputs = arguments(op, size, "fp32", *FORMS[form])
     if accumulate:
         inputs |= {"residual": None} if "residual" in inputs else {}
-    expected, got = (written(case, "fp32", start_for(case, accumulate)) for _ in range(2))
-    OPS[op](expected, *inputs.values())
-    call(NumpyGemms(), op)(as_host(got), *map(as_host, inputs.values()))
-    bound = 2 * 2**-24 * max(size.c, size.f, size.b * size.t) * np.abs(expected.tensors[0].array).max()
-    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, atol=bound, rtol=0)
+    expected, got, _ = values(op, case, inputs, "fp32", start_for(case, accumulate))
+    bound = 2 * 2**-24 * max(size.c, size.f, size.b * size.t) * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("op", LINEAR)
@@ -158,14 +165,11 @@ def test_quantized_operands_are_read_with_their_scales(op):
     """Each op given the copies with the summed axis innermost, as fp8 must have them."""
     layouts = {"linear_forward": ("row", "row"), "linear_dgrad": ("col", "row"), "linear_wgrad": ("col", "col")}[op]
     case, inputs = arguments(op, EVEN, "fp32", as_layout(E4M3, layouts[0]), as_layout(E5M2, layouts[1]), scale=0.25)
-    expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
-    OPS[op](expected, *inputs.values())
-    call(gemms, op)(as_host(got), *map(as_host, inputs.values()))
-    (problem,) = gemms.problems
+    expected, got, problem = values(op, case, inputs, "fp32")
     assert (problem.a.transposed, problem.b.transposed) == (True, False)
     assert (problem.a.scale, problem.b.scale) == ("tensor", "tensor")
     assert problem.fast == (op != "linear_wgrad")
-    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)
 
 
 def recipe_arguments(op, size, scaling, d_dtype):
@@ -191,16 +195,12 @@ def test_scales_by_row_and_by_block_are_read_as_cublaslt_lays_them_out(op, scali
     """Extents beyond 128 that are no multiples of it, and one whose scales are padded."""
     case, inputs = recipe_arguments(op, MANY_BLOCKS, scaling, "e5m2")
     inputs |= {name: tensor(case.inputs[name], "fp32") for name in ("bias", "residual") if name in inputs}
-    expected, got, gemms = written(case, "fp32"), written(case, "fp32"), NumpyGemms()
-    OPS[op](expected, *inputs.values())
-    call(gemms, op)(as_host(got), *map(as_host, inputs.values()))
-    (problem,) = gemms.problems
+    expected, got, problem = values(op, case, inputs, "fp32")
     row = {"linear_wgrad": ("tensor", "tensor")}.get(op, ("row", "row"))
     block = {"linear_wgrad": ("block", "block")}.get(op, ("tile", "block"))
     assert (problem.a.scale, problem.b.scale) == (row if scaling == "rowwise" else block)
     assert problem.fast == (scaling == "rowwise" and op != "linear_wgrad")
-    size = np.abs(expected.tensors[0].array).max()
-    np.testing.assert_allclose(got.tensors[0].array, expected.tensors[0].array, rtol=1e-4, atol=1e-5 * size)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -249,16 +249,12 @@ def test_the_problem_is_known_from_the_plan(op, layout):
 @pytest.mark.parametrize("op", LINEAR)
 def test_alpha_is_no_part_of_the_problem(op):
     case, inputs = arguments(op, LARGE, "fp32")
-    gemms, results = NumpyGemms(), []
-    for alpha in (1.0, 0.25):
-        expected, got = written(case, "fp32"), written(case, "fp32")
-        OPS[op](expected, *inputs.values(), alpha=alpha)
-        call(gemms, op)(as_host(got), *map(as_host, inputs.values()), alpha=alpha)
-        results.append(got.tensors[0].array)
-        bound = 2 * 2**-24 * max(LARGE.c, LARGE.f, LARGE.b * LARGE.t) * np.abs(expected.tensors[0].array).max()
-        np.testing.assert_allclose(results[-1], expected.tensors[0].array, atol=bound, rtol=0)
-    one, quarter = gemms.problems
-    assert replace(one, alignment=quarter.alignment) == quarter and not np.array_equal(*results)
+    found = [values(op, case, inputs, "fp32", alpha=alpha) for alpha in (1.0, 0.25)]
+    for expected, got, _ in found:
+        bound = 2 * 2**-24 * max(LARGE.c, LARGE.f, LARGE.b * LARGE.t) * np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, atol=bound, rtol=0)
+    (_, whole, one), (_, part, quarter) = found
+    assert replace(one, alignment=quarter.alignment) == quarter and not np.array_equal(whole, part)
 
 
 def test_another_alpha_of_the_same_handles_is_another_call():
@@ -451,6 +447,19 @@ def on_gpu(gemms, device, op, out, inputs):
     return device.host(out.tensors[0].array)
 
 
+def both(gemms, device, op, case, inputs, out, start=None):
+    """What the reference computes, and the GPU."""
+    expected, got = written(case, out, start), written(case, out, start)
+    OPS[op](expected, *inputs.values())
+    return expected.tensors[0].array, on_gpu(gemms, device, op, got, inputs)
+
+
+def check_norm(result, expected):
+    """Both sides round to bf16, by half of 2^-8 of a number on average over its binade."""
+    result, expected = result.astype(np.float64), expected.astype(np.float64)
+    assert np.linalg.norm(result - expected) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(expected)
+
+
 def size_of_terms(op, inputs, start):
     """The sum of the magnitudes of what each number of the result is the sum of."""
     plain = {n: Tensor(n, np.abs(x.read()), x.shape) for n, x in inputs.items() if x is not None}
@@ -493,12 +502,10 @@ def test_the_gpu_agrees(gemms, device, op, size, dtype, out, accumulate, form):
     for name in {"bias", "residual"} & set(inputs):
         inputs[name] = None if accumulate and name == "residual" else tensor(case.inputs[name], out)
     start = start_for(case, accumulate)
-    expected, got = written(case, out, start), written(case, out, start)
-    OPS[op](expected, *inputs.values())
+    expected, result = both(gemms, device, op, case, inputs, out, start)
     added = sum(np.abs(x.read()) for n, x in inputs.items() if n in ("bias", "residual") and x is not None)
     added = added + (0 if start is None else np.abs(start))
-    result = on_gpu(gemms, device, op, got, inputs)
-    check(result, expected.tensors[0].array, added, size_of_terms(op, inputs, start), summed(op, size), out)
+    check(result, expected, added, size_of_terms(op, inputs, start), summed(op, size), out)
 
 
 @pytest.mark.gpu
@@ -506,12 +513,10 @@ def test_the_gpu_agrees(gemms, device, op, size, dtype, out, accumulate, form):
 def test_bias_and_residual_are_optional(gemms, device, absent):
     case, inputs = arguments("linear_forward", LARGE, "bf16")
     inputs |= dict.fromkeys(absent)
-    expected, got = written(case, "bf16"), written(case, "bf16")
-    OPS["linear_forward"](expected, *inputs.values())
-    result = on_gpu(gemms, device, "linear_forward", got, inputs)
+    expected, result = both(gemms, device, "linear_forward", case, inputs, "bf16")
     added = sum(np.abs(inputs[name].read()) for name in ("bias", "residual") if name not in absent)
     terms = size_of_terms("linear_forward", inputs, None)
-    check(result, expected.tensors[0].array, added, terms, LARGE.c, "bf16")
+    check(result, expected, added, terms, LARGE.c, "bf16")
 
 
 @pytest.mark.gpu
@@ -564,21 +569,15 @@ def test_alpha_a_residual_in_place_and_columns(gemms, device, op, dtype, way):
 @pytest.mark.parametrize("d_dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("op", LINEAR)
 def test_fp8(gemms, device, op, d_dtype, out, accumulate):
-    """Against the product of the dequantised numbers; fast accumulation keeps 13 bits of each partial sum.
-
-    Both sides round to bf16, by half of 2^-8 of a number on average over its binade; accumulation may round once more.
-    """
+    """Against the product of the dequantised numbers; fast accumulation keeps 13 bits of each partial sum, and what is
+    added to may be rounded once more."""
     layouts = {"linear_forward": ("row", "row"), "linear_dgrad": ("col", "row"), "linear_wgrad": ("col", "col")}[op]
     forms = (as_layout(E4M3, layouts[0]), as_layout(Form(d_dtype, "row", "delayed"), layouts[1]))
     case, inputs = arguments(op, EVEN, "bf16", *forms, scale=0.01)
     inputs |= {"bias": tensor(case.inputs["bias"], "bf16")} if "bias" in inputs else {}
     inputs |= {"residual": None} if "residual" in inputs else {}
-    start = start_for(case, accumulate)
-    expected, got = written(case, out, start), written(case, out, start)
-    OPS[op](expected, *inputs.values())
-    result = on_gpu(gemms, device, op, got, inputs).astype(np.float64)
-    wanted = expected.tensors[0].array.astype(np.float64)
-    assert np.linalg.norm(result - wanted) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(wanted)
+    expected, result = both(gemms, device, op, case, inputs, out, start_for(case, accumulate))
+    check_norm(result, expected)
 
 
 WHOLE_BLOCKS = replace(MANY_BLOCKS, t=1024, c=896, f=1152)
@@ -602,11 +601,8 @@ def test_fp8_with_many_scales(gemms, device, op, scaling, d_dtype, way, size):
     inputs |= {"bias": tensor(case.inputs["bias"], "bf16") if joins else None} if "bias" in inputs else {}
     inputs |= {"residual": tensor(rows, "bf16") if joins else None} if "residual" in inputs else {}
     start = rows if joins and "residual" not in inputs else None
-    expected, got = written(case, out, start), written(case, out, start)
-    OPS[op](expected, *inputs.values())
-    result = on_gpu(gemms, device, op, got, inputs).astype(np.float64)
-    wanted = expected.tensors[0].array.astype(np.float64)
-    assert np.linalg.norm(result - wanted) <= (2.0**-8 + 2.0**-11) * np.linalg.norm(wanted)
+    expected, result = both(gemms, device, op, case, inputs, out, start)
+    check_norm(result, expected)
 
 
 @pytest.mark.gpu

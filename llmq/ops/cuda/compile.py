@@ -17,7 +17,6 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,6 @@ _lock = threading.Lock()
 _modules: dict[tuple[Any, ...], Any] = {}
 notices: list[str] = []
 """What the user should know of the cache: why kernels are not kept."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas reports of a kernel: registers and spilled bytes per thread, static shared bytes per block."""
-
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
 
 
 def source(name: str, constants: Constants) -> str:
@@ -93,18 +83,6 @@ def compiled(name: str, capability: int, constants: Constants) -> tuple[bytes, s
     check(nvrtc.nvrtcGetCUBIN(program, cubin))
     check(nvrtc.nvrtcDestroyProgram(program))
     return bytes(cubin), log
-
-
-def resources(log: str) -> dict[str, Resources]:
-    """What a compiler's log says of each kernel, by name."""
-    found = {}
-    for part in log.split("Compiling entry function '")[1:]:
-        numbers = [
-            int(match.group(1)) if (match := re.search(pattern, part)) else 0
-            for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
-        ]
-        found[part.split("'")[0]] = Resources(*numbers)
-    return found
 
 
 def cubin_file(name: str, capability: int, constants: Constants) -> Path:
