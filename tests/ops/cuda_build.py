@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import compile
 from llmq.ops.cuda.compile import Constants
+from llmq.ops.reference import OPS
 from llmq.tensor import DTYPES
 
 from .build import arguments_of
@@ -70,6 +72,22 @@ class Device:
         given = {"scratch": self.scratch} if size else {}
         cuda.OPS[op](*outputs, *inputs, **numbers, **given)
         cupy.cuda.get_current_stream().synchronize()
+
+
+def on_both(
+    op: str, outputs: dict[str, Output], inputs: dict[str, Tensor | None], **numbers: Any
+) -> list[tuple[Tensor, Tensor]]:
+    """What the reference and the GPU leave in each form of each output, from the same start."""
+    given, device = deepcopy(outputs), Device()
+    with np.errstate(invalid="ignore", over="ignore"):
+        OPS[op](*outputs.values(), *inputs.values(), **numbers)
+    device.call(op, given, inputs, **numbers)
+    pairs = []
+    for name, output in outputs.items():
+        for right, found in zip(output.tensors, given[name].tensors, strict=True):
+            scale = None if found.scale is None else device.host(found.scale)
+            pairs.append((right, replace(found, array=device.host(found.array), scale=scale)))
+    return pairs
 
 
 @dataclass(frozen=True)
