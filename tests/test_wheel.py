@@ -8,11 +8,11 @@ import zipfile
 from pathlib import Path
 
 import llmq
-from llmq.ops import cuda_sources
+from llmq.ops.cuda import compile as cuda_compile
 
 ROOT = Path(__file__).parents[1]
 ASK = (
-    "from llmq.ops.cuda_sources import cuda_folder as f; print(f(), *sorted(p.name for p in f().iterdir()), sep='\\n')"
+    "from llmq.ops.cuda.compile import cuda_folder as f; print(f(), *sorted(p.name for p in f().iterdir()), sep='\\n')"
 )
 
 
@@ -22,8 +22,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_a_checkout_finds_its_own_folder():
-    assert cuda_sources.cuda_folder() == ROOT / "cuda"
-    assert {f"{op}.cu" for op in cuda_sources.cuda_sources()} == {path.name for path in (ROOT / "cuda").glob("*.cu")}
+    assert cuda_compile.cuda_folder() == ROOT / "cuda"
 
 
 def test_kernels_are_found_by_the_name_of_their_op(tmp_path, monkeypatch):
@@ -32,8 +31,8 @@ def test_kernels_are_found_by_the_name_of_their_op(tmp_path, monkeypatch):
     (tmp_path / "cuda").mkdir()
     for path in ("llmq/_cuda/rmsnorm.cu", "llmq/_cuda/common.cuh", "cuda/other.cu"):
         (tmp_path / path).touch()
-    monkeypatch.setattr(cuda_sources, "PACKAGE", tmp_path / "llmq")
-    assert cuda_sources.cuda_sources() == {"rmsnorm": tmp_path / "llmq" / "_cuda" / "rmsnorm.cu"}
+    monkeypatch.setattr(cuda_compile, "PACKAGE", tmp_path / "llmq")
+    assert cuda_compile.cuda_folder() == tmp_path / "llmq" / "_cuda"
 
 
 def test_the_wheel_carries_the_package_and_the_cuda_sources(tmp_path):

@@ -132,7 +132,7 @@ def loaded(name, monkeypatch):
 
 def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda_memory):
     """What an earlier kernel did wrong may be told by any later call."""
-    for allocate in (lambda: cuda_memory.device_memory(100), lambda: timing._Memory({"a": 100}, 7, "a product")):
+    for allocate in (lambda: cuda_memory.device_memory(100), lambda: timing._Trial(None, {"a": 100}, 7, "a product")):
         runtime.status = OUT_OF_MEMORY
         with pytest.raises(RefusedMemoryError) as caught:
             allocate()

@@ -21,7 +21,7 @@ from llmq.model.presets import PRESETS
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import launch
-from llmq.ops.cuda_sources import cuda_folder, cuda_sources
+from llmq.ops.cuda.compile import cuda_folder
 from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
 from llmq.stores.fetched_weights import MASTER_FORM
@@ -450,13 +450,13 @@ def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, m
 
 def architectures(name: str) -> list[int]:
     """The compute capabilities that a source's header names."""
-    match = re.search(r"^// Architectures: ([\d ]+)$", cuda_sources()[name].read_text("utf-8"), re.MULTILINE)
+    match = re.search(r"^// Architectures: ([\d ]+)$", (cuda_folder() / f"{name}.cu").read_text("utf-8"), re.MULTILINE)
     assert match, f"{name}.cu does not say which cards it is for"
     return [int(number) for number in match.group(1).split()]
 
 
 def test_every_source_names_the_supported_cards():
-    assert all(architectures(name) == CAPABILITIES for name in cuda_sources())
+    assert all(architectures(path.stem) == CAPABILITIES for path in cuda_folder().glob("*.cu"))
 
 
 NORM_WIDTHS = sorted({config.hidden_size for config in PRESETS.values()} | set(range(64, 4096, 64)) | {32768})

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.disk import cache_folder, replace_file
-from llmq.ops.cuda_sources import cuda_folder
 
+PACKAGE = Path(__file__).parents[2]
 INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 # 177: a header's constant that this kernel does not use
 # A sum is fused with a product only where the source says so: else the bits of a value would depend on its forms.
@@ -33,6 +33,12 @@ _lock = threading.Lock()
 _modules: dict[tuple[Any, ...], Any] = {}
 notices: list[str] = []
 """What the user should know of the cache: why kernels are not kept."""
+
+
+def cuda_folder() -> Path:
+    """Folder with the `.cu` and `.cuh` files: `cuda/` of a checkout, `llmq/_cuda` of an installed wheel."""
+    carried = PACKAGE / "_cuda"
+    return carried if carried.is_dir() else PACKAGE.parent / "cuda"
 
 
 def source(name: str, constants: Constants) -> str:

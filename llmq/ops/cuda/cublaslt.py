@@ -79,11 +79,6 @@ class Gemm:
         parts += [f"align={self.alignment}"] if self.alignment != ALIGNMENT else []
         return " ".join(parts)
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations."""
-        return 2 * self.m * self.n * self.k
-
     def sizes(self) -> dict[str, int]:
         """Bytes of each matrix as it lies in memory, of a separate C, of the bias and the scales."""
         a = self.a.ld * (self.m if self.a.transposed else self.k) * BYTES[self.a.dtype]

@@ -47,14 +47,13 @@ def fastest(
     needs by name, those in `dtypes` filled with random numbers, scales with ones; "d" holds the result.
     RuntimeError if none runs; RefusedMemoryError if the bytes are not free.
     """
-    with _Memory(sizes, stream, what) as memory:
+    with _Trial(launch, sizes, stream, what) as runner:
         for name, dtype in dtypes.items():
-            if dtype is not None and memory.addresses[name]:
-                memory.fill(name, dtype)
+            if dtype is not None and runner.addresses[name]:
+                fill_random(runner.addresses[name], sizes[name], dtype, stream)
         for name in ("scale_a", "scale_b"):
-            if memory.addresses.get(name):
-                memory.fill(name, "fp32", np.float32(1))
-        runner = _Runner(launch, memory, stream)
+            if runner.addresses.get(name):
+                _tile(runner.addresses[name], sizes[name], np.ones(PATTERN, np.float32), stream)
         first: dict[int, float] = {}
         for index in range(count):
             runner.times(index, 1)  # loads its kernel
@@ -84,13 +83,15 @@ def is_capturing(stream: int) -> bool:
     return bool(runtime.streamIsCapturing(stream))
 
 
-class _Memory:
-    """Device memory for as long as a timing takes, and as much again to sweep the cache with."""
+class _Trial:
+    """Candidates in device memory that lasts as long as a timing takes, with as much again to sweep the cache with."""
 
-    def __init__(self, sizes: Mapping[str, int], stream: int, what: str) -> None:
+    def __init__(
+        self, launch: Callable[[int, dict[str, int]], bool], sizes: Mapping[str, int], stream: int, what: str
+    ) -> None:
         import cupy
 
-        self._runtime, self._stream = cupy.cuda.runtime, stream
+        self._launch, self._runtime, self._stream = launch, cupy.cuda.runtime, stream
         # twice what the cache holds, and long enough for the host to queue the candidate meanwhile (60 us on an H200)
         self.sweep_bytes = max(4 * cupy.cuda.Device().attributes["L2CacheSize"], 64 * 2**20)
         self.sizes = {**sizes, "sweep": self.sweep_bytes}
@@ -110,7 +111,10 @@ class _Memory:
                 free_bytes=free,
             ) from error
 
-    def __enter__(self) -> _Memory:
+    def __enter__(self) -> _Trial:
+        from cupy.cuda import Event
+
+        self._events = [(Event(), Event()) for _ in range(REPEATS)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,11 +122,6 @@ class _Memory:
             if address:
                 self._runtime.free(address)
             self.addresses[name] = 0
-
-    def fill(self, name: str, dtype: str, value: np.float32 | None = None) -> None:
-        """Fills a piece with random numbers of a dtype, or with one value."""
-        host = _pattern(dtype) if value is None else np.full(PATTERN, value)
-        _tile(self.addresses[name], self.sizes[name], host, self._stream)
 
     def ends(self, name: str) -> list[bytes]:
         """Copies of the first and last bytes of a piece."""
@@ -134,23 +133,15 @@ class _Memory:
             copies.append(host.tobytes())
         return copies
 
-
-class _Runner:
-    def __init__(self, launch: Callable[[int, dict[str, int]], bool], memory: _Memory, stream: int) -> None:
-        from cupy.cuda import Event, runtime
-
-        self._launch, self._memory, self._stream, self._runtime = launch, memory, stream, runtime
-        self._events = [(Event(), Event()) for _ in range(REPEATS)]
-
     def times(self, index: int, count: int) -> list[float]:
         """Microseconds of `count` runs of a candidate; none if it cannot run."""
         from cupy.cuda import get_elapsed_time
 
-        addresses, stream = self._memory.addresses, self._stream
+        stream = self._stream
         for start, end in self._events[:count]:
-            self._runtime.memsetAsync(addresses["sweep"], 0, self._memory.sweep_bytes, stream)
+            self._runtime.memsetAsync(self.addresses["sweep"], 0, self.sweep_bytes, stream)
             self._runtime.eventRecord(start.ptr, stream)
-            if not self._launch(index, addresses):
+            if not self._launch(index, self.addresses):
                 return []
             self._runtime.eventRecord(end.ptr, stream)
         self._runtime.streamSynchronize(stream)
@@ -160,10 +151,10 @@ class _Runner:
         """Whether two runs from the same start give the same result."""
         results = []
         for _ in range(2):
-            self._runtime.memsetAsync(self._memory.addresses["d"], 0, self._memory.sizes["d"], self._stream)
-            self._launch(index, self._memory.addresses)
+            self._runtime.memsetAsync(self.addresses["d"], 0, self.sizes["d"], self._stream)
+            self._launch(index, self.addresses)
             self._runtime.streamSynchronize(self._stream)
-            results.append(self._memory.ends("d"))
+            results.append(self.ends("d"))
         return results[0] == results[1]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from llmq.ops.cuda import compile as cuda_compile
-from llmq.ops.cuda_sources import cuda_folder
 
 HEADER = Path(__file__).with_name("emulation.h")
 OPTIONS = (
@@ -61,7 +60,7 @@ def _call(statement: str) -> str:
 
 def entries(name: str) -> dict[str, bool]:
     """The kernels of `cuda/<name>.cu`, and whether their blocks come in clusters."""
-    text = (cuda_folder() / f"{name}.cu").read_text("utf-8")
+    text = (cuda_compile.cuda_folder() / f"{name}.cu").read_text("utf-8")
     while bounds := re.search(r"__launch_bounds__\(", text):
         text = text[: bounds.start()] + text[_closing(text, bounds.end() - 1) + 1 :]
     return {entry: bool(clustered) for clustered, entry in ENTRY.findall(text)}
