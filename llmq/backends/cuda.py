@@ -273,7 +273,7 @@ class CudaBackend:
                 problems[planned_problem(call.op, result.ref, result.accumulate, call.inputs)] = None
         with told_of_refusals(), self.stream:
             for problem in counted(problems, len(problems), report):
-                self._gemms.prepare([problem])
+                self._gemms.prepare(problem)
         if unsaved := self._algorithms.save():
             self._notices.append(unsaved)
 

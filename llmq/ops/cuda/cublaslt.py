@@ -11,7 +11,7 @@ through atomics or the output (whose dtype would round partial sums).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -134,34 +134,27 @@ class Gemms:
         """What `llmq.ops.cuda.linear` has bound, by the Output it writes."""
 
     def bind(self, problem: Gemm, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
-        """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256.
-
-        Times a problem that the table lacks: not within a capture.
-        """
-        built = self._built.get(problem) or self._build(problem)
-        if built.algorithm is None:
-            self._choose(problem, built)
+        """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256."""
+        built = self.prepare(problem)
         algorithm, size = built.algorithm, built.workspace_bytes
         assert algorithm is not None
         factor = np.full(1, alpha, np.float32)
 
         def run(workspace: int) -> None:
             self._point(problem, built, pointers)
-            self._multiply(built, pointers, factor, algorithm, workspace if size else 0, size, _stream())
+            self._multiply(built, pointers, factor, algorithm, (workspace if size else 0, size))
 
         return run
 
-    def prepare(self, problems: Iterable[Gemm]) -> list[Gemm]:
-        """Makes ready for all `problems`; returns those that had to be timed.
+    def prepare(self, problem: Gemm) -> _Built:
+        """Makes ready for a problem. One that the table lacks is timed: not within a capture.
 
         Timing takes memory of its own, as much as the operands have: prepare before the rest is allocated.
         """
-        timed = []
-        for problem in dict.fromkeys(problems):
-            built = self._built.get(problem) or self._build(problem)
-            if built.algorithm is None and self._choose(problem, built):
-                timed.append(problem)
-        return timed
+        built = self._built.get(problem) or self._build(problem)
+        if built.algorithm is None:
+            self._choose(problem, built)
+        return built
 
     def close(self) -> None:
         """Gives descriptors and handle back."""
@@ -214,56 +207,46 @@ class Gemms:
                 self._set(built.operation, name, pointer)
 
     def _multiply(
-        self,
-        built: _Built,
-        pointers: Pointers,
-        alpha: np.ndarray,
-        algorithm: np.ndarray,
-        workspace: int,
-        workspace_bytes: int,
-        stream: int,
+        self, built: _Built, p: Pointers, alpha: np.ndarray, algorithm: np.ndarray, workspace: tuple[int, int]
     ) -> None:
-        p = pointers
+        """Puts a product on the current stream; `workspace` is an address, and the bytes there."""
         matrices = (p.a, built.a, p.b, built.b, built.beta.ctypes.data, p.c, built.d, p.d, built.d)
-        place = (algorithm.ctypes.data, workspace, workspace_bytes, stream)
+        place = (algorithm.ctypes.data, *workspace, _stream())
         self._lt.matmul(self._handle, built.operation, alpha.ctypes.data, *matrices, *place)
 
     # algorithms
 
-    def _choose(self, problem: Gemm, built: _Built) -> bool:
-        """Sets the algorithm of a problem, from the table or by timing; returns whether it was timed."""
+    def _choose(self, problem: Gemm, built: _Built) -> None:
+        """Sets the algorithm of a problem, from the table or by timing."""
         # the library looks at bias and scale pointers when it judges an algorithm, but reads nothing there
         self._point(problem, built, Pointers(0, 0, 0, 0, ALIGNMENT, ALIGNMENT, ALIGNMENT))
         known = self.algorithms.find(problem.key)
         if known is not None and (checked := self._checked(built, known)) is not None:
             built.algorithm, built.workspace_bytes = checked
-            return False
+            return
         assert not is_capturing(_stream()), f"{problem.key} was not prepared before the graph's capture"
         proposals = self._proposals(problem, built)
         if not len(proposals):
             raise UsageError(refusal(problem))
-        stream = _stream()
 
         def launch(index: int, memory: dict[str, int]) -> bool:
             given = {name: memory[name] for name in ("a", "b", "d", "bias", "scale_a", "scale_b")}
             pointers = Pointers(c=memory["c"] or memory["d"], **given)
             self._point(problem, built, pointers)
-            used = int(proposals["workspace_size"][index])
+            workspace = memory["workspace"], int(proposals["workspace_size"][index])
             try:
-                algorithm = proposals["algo"][index : index + 1]
-                self._multiply(built, pointers, self._one, algorithm, memory["workspace"], used, stream)
+                self._multiply(built, pointers, self._one, proposals["algo"][index : index + 1], workspace)
             except self._lt.cuBLASLtError:
                 return False
             return True
 
         dtypes = {"a": problem.a.dtype, "b": problem.b.dtype, "c": problem.d.dtype, "bias": problem.bias}
         sizes = {**problem.sizes(), "workspace": WORKSPACE_BYTES}
-        timed = fastest(launch, len(proposals), sizes, dtypes, stream, problem.key)
+        timed = fastest(launch, len(proposals), sizes, dtypes, _stream(), problem.key)
         best = proposals["algo"][timed.index : timed.index + 1].copy()
         built.algorithm, built.workspace_bytes = best, int(proposals["workspace_size"][timed.index])
         choice = Choice(best.tobytes().hex(), timed.microseconds, timed.first_microseconds, len(proposals))
         self.algorithms.add(problem.key, choice)
-        return True
 
     def _checked(self, built: _Built, algorithm: bytes) -> tuple[np.ndarray, int] | None:
         """A stored algorithm with the workspace it needs, or None if the library refuses it."""
