@@ -14,7 +14,7 @@ from llmq.tensor import DTYPES, Form
 
 from .build import output, poisoned, run, tensor
 from .cases import OWN_SCALES
-from .cuda_build import Device
+from .cuda_build import Device, on_both
 
 FORMS = [None, Form("bf16", "col"), *(Form("e4m3", layout, "delayed") for layout in ("row", "col"))]
 FORMS += [Form("e4m3", layout, scaling) for scaling in OWN_SCALES for layout in ("row", "col")]
@@ -70,8 +70,6 @@ def test_the_gpu_copies_to_pinned_memory_and_back(form):
     import cupy
 
     from llmq.ops import cuda
-
-    from .cuda_build import Device
 
     def pinned(array):
         memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), np.uint8, array.nbytes)
@@ -213,11 +211,9 @@ def test_pieces_are_added_on_the_gpu_as_by_the_reference(sum_dtype, sent):
             own = stored(rng.standard_normal(shape), sum_dtype)
             pieces = stored(rng.standard_normal((others, *shape)), sent) if others else None
             start = rng.standard_normal(shape)
-            outs = [replace(over(stored(start, sum_dtype), sum_dtype), accumulate=adds) for _ in range(2)]
-            OPS["sum_pieces"](outs[0], own, pieces, rank=rank)
-            device = Device()
-            device.call("sum_pieces", {"out": outs[1]}, {"own": own, "pieces": pieces}, rank=rank)
-            assert device.host(outs[1].tensors[0].array).tobytes() == outs[0].tensors[0].array.tobytes()
+            out = replace(over(stored(start, sum_dtype), sum_dtype), accumulate=adds)
+            ((right, found),) = on_both("sum_pieces", {"out": out}, {"own": own, "pieces": pieces}, rank=rank)
+            assert found.array.tobytes() == right.array.tobytes()
 
 
 @SIZES
