@@ -27,6 +27,9 @@ from llmq.plan.spec import Regularization
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(families.FAMILIES)
 FEW = ("llama3", "qwen3_tied")
+OFTEN_FEW = pytest.mark.parametrize(
+    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 
 
 @cache
@@ -112,9 +115,7 @@ def adamw_run(family, precision):
     return results, {name: array - start[name] for name, array in parameters(run).items()}
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@OFTEN_FEW
 def test_adamw_run_in_f64(family):
     """Every parameter arrives where AdamW's does, to the f32 in which the files hold the change."""
     right = golden(family)
@@ -125,9 +126,7 @@ def test_adamw_run_in_f64(family):
     assert worst(relative_errors(sketches(change), under("change/", right))) < (1e-7, "")
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@OFTEN_FEW
 def test_adamw_run_in_f32(family):
     """Within 1e-4, whole and by tensor (k_proj: 5e-4), but where transformers' own f32 run is beyond a quarter of that.
 
@@ -150,9 +149,7 @@ def test_adamw_run_in_f32(family):
     assert {name: error for name, error in errors.items() if error > room[name]} == {}
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@OFTEN_FEW
 def test_bf16_gradients(family):
     """Each tensor's error is a root mean square over a few batches, as that of a small tensor has much of chance."""
     run, squares = engine(family, BF16), {}

@@ -72,14 +72,10 @@ class AdapterOptions(Section):
         metavar="all|attention|mlp|NAMES",
     )
     lora_bias: Literal["none", "all", "lora_only"] | None = option(
-        _with_rank("none"),
-        "Biases to train beside adapters: none, all, or those of adapted maps (lora_only).",
-        shown="none",
+        _with_rank("none"), "Biases to train: none, all, or those of adapted maps (lora_only).", shown="none"
     )
     adalora: bool = option(
-        False,
-        "Begin with --lora-rank triplets (singular values with their vectors) for each map, and keep those that matter "
-        "most over all maps (AdaLoRA).",
+        False, "Begin with --lora-rank triplets for each map, and keep those that matter most over all maps (AdaLoRA)."
     )
     rslora: bool = option(False, "Multiply what adapters add by alpha / sqrt(rank) (rsLoRA).", "use_rslora")
     lora_init: Literal["kaiming", "gaussian", "pissa", "olora"] | None = option(
@@ -115,12 +111,7 @@ class AdapterOptions(Section):
         None, "Multiply the rate of B, and of trained vectors, by this (LoRA+).", "loraplus_lr_ratio", shown="1", gt=0
     )
     train_also: Text | None = option(
-        None,
-        "Modules to train in full beside adapters, with commas: names of Hugging Face's or patterns, such as "
-        "lm_head,embed_tokens.",
-        "modules_to_save",
-        shown="none",
-        metavar="NAMES",
+        None, "Modules to train in full, too: names or patterns, such as lm_head,embed_tokens.", "modules_to_save"
     )
     base_dtype: BaseDtype | None = option(
         None,
@@ -139,10 +130,7 @@ class AdapterOptions(Section):
         metavar="NAMES",
     )
     prompt_tuning: Positive | None = option(
-        None,
-        "Train the embeddings of this many virtual tokens before each document (prompt tuning), and keep the model "
-        "frozen. They count in --seq-len.",
-        metavar="TOKENS",
+        None, "Train embeddings of N virtual tokens before documents (prompt tuning); they count in --seq-len."
     )
     prompt_init: Literal["random", "sample_vocab"] | None = option(
         lambda data: "random" if data.get("prompt_tuning") is not None else None,
@@ -154,17 +142,10 @@ class AdapterOptions(Section):
         None, "Text that a prompt begins as, repeated or cut to fit; replaces --prompt-init.", "prompt_tuning_init_text"
     )
     prefix_tuning: Positive | None = option(
-        None,
-        "Train the keys and values of this many virtual tokens before each document, in every layer (prefix tuning, "
-        "P-tuning v2), and keep the model frozen. They count in --seq-len.",
-        metavar="TOKENS",
+        None, "Train keys and values of virtual tokens in every layer (prefix tuning, P-tuning v2)."
     )
     train_only: Text | None = option(
-        None,
-        "Train only the parameters of these names or patterns, with commas, such as *.bias or layers.2[0-9].*, and "
-        "keep all others frozen.",
-        shown="all",
-        metavar="NAMES",
+        None, "Train only parameters of these names or patterns, such as *.bias or layers.2[0-9].*.", shown="all"
     )
 
     def contradictions(self) -> Iterator[str]:

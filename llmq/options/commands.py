@@ -47,10 +47,7 @@ class BenchOptions(Section):
         (), "Matmul dtypes, separated by commas: fp32, bf16, e4m3.", shown="bf16; without --models also e4m3"
     )
     batch_size: Sizes = option(
-        (),
-        "Sequences in a micro-batch; of several sizes, separated by commas, each is measured.",
-        metavar="N,N,...",
-        shown="as many as fit, up to 32",
+        (), "Sequences in a micro-batch; of several, each is measured.", metavar="N,N,...", shown="as many as fit"
     )
     seq_len: Positive | None = option(None, "Tokens in a sequence.", shown="1024; on the CPU 128")
     recompute: Names = option((), "Recompute flags without their prefix, separated by commas: ffn,att.", shown="none")

@@ -53,16 +53,12 @@ class ModelOptions(Section):
     init_proj_to_zero: bool = option(False, "Start the output projections of --from-scratch at zero.")
 
     tokenizer: Path | None = option(
-        None,
-        "Tokenizer of a --from-scratch run: a folder or a hub name.",
-        "tokenizer_name",
-        "tokenizer_name_or_path",
-        shown="that of --model; presets name an ungated one of the hub",
+        None, "Tokenizer of a --from-scratch run.", "tokenizer_name", "tokenizer_name_or_path", shown="that of --model"
     )
 
     vocab_size: VocabSize | None = option(
         None,
-        "Vocabulary of a --from-scratch model: tokenizer, which has as many ids as its tokenizer, or a number.",
+        "Vocabulary of a --from-scratch model: its tokenizer's, or a number.",
         shown="that of --model",
         metavar="tokenizer|INT",
     )

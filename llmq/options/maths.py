@@ -80,9 +80,7 @@ class PrecisionOptions(Section):
     )
     fp8_fallback: bool = option(False, "Move a map to the model dtype when --log-fp8-every finds its noise high.")
     opt_m_dtype: Moment = option(
-        "fp32",
-        "Dtype of Adam's first moment, or of SGD's momentum; all but fp32 round stochastically, those of 8 bits with a "
-        "scale for each 128.",
+        "fp32", "Dtype of Adam's first moment, or SGD's momentum; all but fp32 are rounded stochastically."
     )
     opt_v_dtype: Moment = option("fp32", "Dtype of Adam's second moment, as of the first; in 8 bits it is its root.")
     master_dtype: Annotated[Literal["bf16", "fp32", "none"], Computed] = option(
@@ -93,9 +91,7 @@ class PrecisionOptions(Section):
         shown="the model dtype, of adapters fp32",
     )
     grad_accum_dtype: Narrow = option(
-        lambda data: data.get("model_dtype", "bf16"),
-        "Dtype of gradients accumulated over micro-batches.",
-        shown="the model dtype, of adapters fp32",
+        lambda data: data.get("model_dtype", "bf16"), "Dtype of gradients.", shown="the model dtype, of adapters fp32"
     )
 
     def contradictions(self) -> Iterator[str]:
@@ -115,9 +111,7 @@ class PrecisionOptions(Section):
 class MemoryOptions(Section):
     title = "Memory"
     fit: bool = option(
-        False,
-        "Choose micro-batch, recomputing, offloading and chunks for the fastest predicted step that fits in memory. "
-        "The tokens of a step stay, and every setting that is given.",
+        False, "Choose what is not given of batch, recomputing, offloading and chunks for the fastest step that fits."
     )
     fit_may: FitMay = option(
         None,
@@ -149,14 +143,11 @@ class MemoryOptions(Section):
         "they are made of the master weights for each use, which takes two bytes a parameter less.",
     )
     use_zero_copy: bool = option(
-        False,
-        "Have the update read and write what --offload flags keep in host memory, in place of copies to the GPU and "
-        "back: optimizer states, and gradients, which it only reads.",
+        False, "Update what --offload flags keep in host memory in place, without copies to the GPU and back."
     )
     write_combined: bool = option(
         False,
-        "Allocate the host memory of --offload flags write-combined, which some GPUs read faster, and the CPU very "
-        "slowly: checkpoints go by way of the GPU.",
+        "Allocate host memory of --offload flags write-combined, which some GPUs read faster and CPUs very slowly.",
     )
     stream_weights: bool = option(
         False, "Keep the weights of the blocks in host memory, and all masters; layers come one ahead of their use."

@@ -49,10 +49,7 @@ class LogOptions(Section):
         "sample", "Held-out data of the last evaluation: a sample of --eval-num-steps batches, or all of it."
     )
     sample_prompts: Path | None = option(
-        None,
-        "Complete the prompts of this file at every evaluation: lines of text, or JSON lines with a prompt, messages "
-        "or tokens.",
-        shown="off",
+        None, "Complete this file's prompts (lines of text, or JSON lines) at every evaluation.", shown="off"
     )
     sample_tokens: Positive = option(64, "Most new tokens of a completion of --sample-prompts.")
     verbosity: Int = option(
@@ -120,10 +117,7 @@ class SystemOptions(Section):
         None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."
     )
     memory_limit: Size | None = option(
-        None,
-        "Take the device to have so much memory in all, such as 16GiB: of a GPU with what the CUDA context takes.",
-        metavar="SIZE",
-        shown="all that it has",
+        None, "Take the device to have so much memory in all, such as 16GiB.", metavar="SIZE", shown="all that it has"
     )
     host_memory_limit: Size | None = option(
         None,
