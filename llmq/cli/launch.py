@@ -22,12 +22,11 @@ PROGRAM = "llmq.cli.start:train"  # what every rank runs
 def started(options: Options, arguments: Sequence[str]) -> int | None:
     """The exit code of the processes that `llmq-train` starts by its options; None if this process is to train."""
     from llmq.comm.environment import recognised, starts_ranks
-    from llmq.hardware import device
 
     flat = options.to_flat()
     if flat["dry_run"]:
         return None
-    gpus = device.asked_gpus(options.system)
+    gpus = flat["gpus"]
     if not starts_ranks(flat["launcher"], recognised(os.environ, gpus), gpus):
         return None
     return _start(options, arguments, TRAIN, gpus=gpus)

@@ -128,11 +128,6 @@ def gpu_addresses(gpus: int) -> list[str]:
     return [cuda_driver.pci_address(index) for index in range(gpus or there)]
 
 
-def asked_gpus(options: SystemOptions) -> int:
-    """The value of `--gpus`."""
-    return options.gpus
-
-
 def planned_gpus(options: SystemOptions) -> int:
     """How many GPUs a dry run is for. UsageError where they cannot be counted."""
     if options.gpus:
@@ -202,11 +197,6 @@ def backend_settings(options: SystemOptions, device: Device) -> dict[str, Any]:
     """Keywords of `open_backend`: how programs run, and the capability of a card that is planned for."""
     found = {"use_graphs": options.use_cuda_graphs, "deterministic": options.deterministic}
     return found | ({"capability": device.planned.capability} if device.planned else {})
-
-
-def seed_of(options: SystemOptions) -> int:
-    """The seed of everything random in a run."""
-    return options.seed
 
 
 def system_facts(device: Device = CPU) -> dict[str, Any]:

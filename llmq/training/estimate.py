@@ -38,7 +38,7 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
 
     MemoryLimitError, after the table, with what would make the plan fit where it does not.
     """
-    where, gpus = device.pick_device(options.system), device.asked_gpus(options.system)
+    where, gpus = device.pick_device(options.system), options.to_flat()["gpus"]
     if gpus < 1:
         raise UsageError("--gpus 0 counts the GPUs of this machine, and an estimate is for others: use 1 or more")
     notices = list[str]()

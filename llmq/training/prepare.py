@@ -120,7 +120,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     dry = is_dry(options.run)
     where = ranks.device or device.pick_device(options.system)
     sharding.refuse_copies(options.sharding, where.kind)
-    seed = device.seed_of(options.system)
+    seed = options.to_flat()["seed"]
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)
     # A resumed run needs no files but for frozen rows.

@@ -140,7 +140,7 @@ def joined(options: Options) -> Iterator[Ranks]:
         size, where = device.planned_gpus(options.system), device.pick_device(options.system)
         yield Ranks(device=replace(where, num_sharing=size), planned=size, can_restart=size > 1)
         return
-    gpus = device.asked_gpus(options.system)
+    gpus = options.to_flat()["gpus"]
     place = recognised(os.environ, gpus)
     if starts_ranks(options.to_flat()["launcher"], place, gpus):
         asked = f"--gpus {gpus}" if gpus != 1 else "--launcher ray"
