@@ -65,4 +65,5 @@ def sidecar(sha256: str = "0" * 64) -> Sidecar:
         eos_token="</s>",
         eos_token_id=2,
     )
-    return Sidecar(num_tokens=7, num_documents=1, document_rule="rule", text=("a.txt",), tokenizer=note)
+    about = {"document_rule": "rule", "text": ("a.txt",), "end_token_ids": (2,), "tokenizer": note}
+    return Sidecar(num_tokens=7, num_documents=1, **about)

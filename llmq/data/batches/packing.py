@@ -33,10 +33,8 @@ import numpy as np
 
 from llmq.data.batches.rows import FileSamples, RowForm, Rows, aim, empty_rows, mixed, sample_order, share
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenizer import Sidecar
 from llmq.errors import DataError, all_problems, noted
 
-READ_AT_ONCE = 1 << 22  # tokens held in memory while end tokens and masks are counted
 WINDOW = 1 << 17  # documents that are packed together
 DRAW, SHUFFLE = 0x7061636B, 0x70616C6C  # what random order is for
 SAMPLE_ROWS = 64  # that a sample of the documents is repeated to fill
@@ -91,7 +89,7 @@ class Packs(FileSamples):
     @cached_property
     def num_trained(self) -> int:
         """Tokens of an epoch that are trained: the first of a document is not. Reads the masks, if there are any."""
-        return sum(file.num_trained - file.count_trained(_document_starts(file)[:-1]) for file in self.token_files)
+        return sum(file.num_trained - file.count_trained(file.document_starts[:-1]) for file in self.token_files)
 
     def read(self, samples: np.ndarray) -> Rows:
         """The packs with the numbers `samples` (n,). Targets that the files' masks exclude are -100."""
@@ -152,28 +150,13 @@ def document_lengths(files: Sequence[TokenFile]) -> np.ndarray:
     with all_problems() as problems:
         for file in files:
             with noted(problems):
-                lengths.append(np.diff(_document_starts(file)))
+                if file.header.version < 3:
+                    raise DataError(
+                        f"{file.path} is of version {file.header.version}, which does not say where documents end: "
+                        "make it again with tokenize-data, or leave out --packing and --no-packing"
+                    )
+                lengths.append(np.diff(file.document_starts))
     return np.concatenate(lengths)
-
-
-def _document_starts(file: TokenFile) -> np.ndarray:
-    """(num_documents + 1,) int64: the first token of each document, then the end of the file.
-
-    A file of version 1 or 2 does not say it, and is cut after each end token of its tokenizer.
-    """
-    if file.header.version >= 3:
-        return file.document_starts
-    if (sidecar := Sidecar.read(file.path, file.num_tokens)) is None:
-        raise DataError(
-            f"{file.path} is of version {file.header.version}, which does not say where documents end, and no sidecar "
-            "names their end token: make it again with tokenize-data, or leave out --packing and --no-packing"
-        )
-    found = [np.zeros(1, np.int64)]
-    for at in range(0, file.num_tokens, READ_AT_ONCE):
-        ids = file.tokens[at : at + READ_AT_ONCE]
-        found.append(np.flatnonzero(ids == sidecar.tokenizer.eos_token_id) + at + 1)
-    starts = np.concatenate(found)
-    return starts if starts[-1] == file.num_tokens else np.append(starts, file.num_tokens)
 
 
 def piece_lengths(documents: np.ndarray, seq_len: int) -> np.ndarray:

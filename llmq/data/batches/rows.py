@@ -161,7 +161,7 @@ class RowSource:
     @property
     def end_token_ids(self) -> set[int]:
         """The tokens that end documents and trained turns, as far as that is known: by the files' sidecars."""
-        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.ends()}
+        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.end_token_ids}
 
     def templates(self) -> list[tuple[TemplateNote, float]]:
         """The chat templates that rendered the data, each with its part of the trained tokens."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmq.data.tokens.cache import content_hash
 from llmq.disk import reading
-from llmq.errors import DataError
+from llmq.errors import DataError, all_problems, noted
 
 BLOCK_BYTES = 1 << 16  # read at once; a piece is about as long, and the pieces of a batch are tokenized in parallel
 
@@ -72,18 +72,12 @@ class Texts:
 
 def open_documents(paths: Sequence[Path]) -> list[Document]:
     """One document per file, without the empty ones; one DataError for all that cannot be read, or if all are empty."""
-    documents, problems = [], []
-    for path in paths:
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(0, "it is a folder: name the files in it, for example with a glob")
-            with path.open("rb") as file:
+    documents = []
+    with all_problems() as problems:
+        for path in paths:
+            with noted(problems), reading(path), path.open("rb") as file:
                 start = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0  # which is no text
                 documents.append(Document(path, start, file.seek(0, 2)))
-        except OSError as error:
-            problems.append(f"{path}: cannot be read ({error.strerror})")
-    if problems:
-        raise DataError("\n".join(problems))
     filled = [document for document in documents if document.num_bytes]
     if not filled:
         names = ", ".join(str(path) for path in paths[:5]) + " ..." * (len(paths) > 5)
@@ -112,11 +106,8 @@ def split(documents: Sequence[Document], eval_fraction: float) -> tuple[list[Doc
         else:
             train.append(document)
     if evaluation:
-        return (
-            train,
-            evaluation,
-            f"whole documents, spread evenly, up to {eval_fraction:g} of the bytes, are for evaluation",
-        )
+        rule = f"whole documents, spread evenly, up to {eval_fraction:g} of the bytes, are for evaluation"
+        return train, evaluation, rule
     at = max(range(len(documents)), key=lambda index: documents[index].num_bytes)
     whole = documents[at]
     # The largest is larger than the fraction of all bytes, else it or a later one would have fitted.

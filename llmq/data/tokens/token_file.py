@@ -36,7 +36,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -247,9 +246,11 @@ class TokenFile:
     @cached_property
     def num_trained(self) -> int:
         """How many tokens are trained as targets. Reads all masks; DataError if they are damaged."""
-        starts = range(0, self.num_tokens if self.mask_bits is not None else 0, CHECKED_AT_ONCE)
-        excluded = (~self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)) for at in starts)
-        return self.num_tokens - sum(int(np.count_nonzero(block)) for block in excluded)
+        if self.mask_bits is None:
+            return self.num_tokens
+        ends = range(0, self.num_tokens, CHECKED_AT_ONCE)
+        blocks = (self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)) for at in ends)
+        return sum(int(np.count_nonzero(block)) for block in blocks)
 
     def count_trained(self, tokens: np.ndarray) -> int:
         """How many of the tokens (n,) with these numbers are trained, of a file whose masks were checked."""
@@ -378,9 +379,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
         try:
             if kind is None:
                 self.finish()

@@ -138,9 +138,13 @@ def make(
         done = (stream.rows.rows if found.num_bytes is None else stream.num_bytes for stream in streams)
         on_progress(sum(done), found.num_bytes)
 
-    producer = Producer(work, manifest, tokenizer, request.skip_bad_rows, report)
+    has_masks = encoder is not None and encoder.format.name != "text"
+    train = request.work(found.train, encoder)
+    streams = [TokenStream("train", train, has_masks, found.eval_tokens, found.limit, found.numbered)]
+    if found.evaluation is not None:
+        streams.append(TokenStream("eval", request.work(found.evaluation, encoder), has_masks, whole=True))
     try:
-        made = producer.run(_streams(request, encoder))
+        made = Producer(work, manifest, tokenizer, request.skip_bad_rows, report).run(streams)
         manifest.notes = _check(request, work, made)
         copy_tokenizer(tokenizer.folder, work / FOLDER)
         ends = set().union(*(stream.rows.end_tokens for stream in made)) if encoder is not None else set()
@@ -162,16 +166,6 @@ def _clear(work: Path) -> None:
     if work.exists():
         with storage(work):
             shutil.rmtree(work)
-
-
-def _streams(request: Request, encoder: Encoder | None) -> list[TokenStream]:
-    found = request.found
-    has_masks = encoder is not None and encoder.format.name != "text"
-    work = request.work(found.train, encoder)
-    train = TokenStream("train", work, has_masks, found.eval_tokens, found.limit, found.numbered)
-    if found.evaluation is None:
-        return [train]
-    return [train, TokenStream("eval", request.work(found.evaluation, encoder), has_masks, whole=True)]
 
 
 def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list[str]:
@@ -196,15 +190,11 @@ def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list
 
 def _sidecar(request: Request, part: FinishedPart, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
     tokenizer = request.tokenizer
-    rule = (
-        f"{request.found.rule}; each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
-    )
-    if encoder is not None:
-        rule = f"{request.found.rule}; {encoder.describe()}"
+    of_text = f"each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
     return Sidecar(
         num_tokens=part.num_tokens,
         num_documents=part.num_documents,
-        document_rule=rule,
+        document_rule=f"{request.found.rule}; {encoder.describe() if encoder else of_text}",
         text=request.found.asked,
         bad_rows=bad_rows,
         end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
@@ -247,9 +237,9 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     was made.
     """
     folder, found = request.entry, request.found
+    before = Manifest.read(folder)
     if request.is_made:
-        known = Manifest.read(folder)
-        for note in known.notes if known is not None else ():
+        for note in before.notes if before else ():
             say(note)
     else:
         work = folder.with_name(folder.name + WORK)
@@ -257,8 +247,7 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
             if not request.is_made:  # else it was made meanwhile
                 if folder.exists():
                     say(f"{folder} has changed since it was made: making it again")
-                before = Manifest.read(folder)  # of an entry that lost files: templates write its date again
-                begun = before.begun if before else None
+                begun = before.begun if before else None  # of one that lost files: templates write its date again
                 manifest = make(request, work, on_progress=on_progress, say=say, begun=begun)
                 made = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
                 manifest.files = {str(path.relative_to(work)): path.stat().st_size for path in made}

@@ -191,13 +191,9 @@ class Sidecar(BaseModel):
     document_rule: str
     text: tuple[str, ...]  # the inputs as given, or the data set's name
     bad_rows: int = 0  # left out, of all the data that the file is a part of
-    end_token_ids: tuple[int, ...] = ()  # every token that ends a trained turn or document
+    end_token_ids: tuple[int, ...]  # every token that ends a trained turn or document
     tokenizer: TokenizerNote
-    chat_template: TemplateNote | None = None  # None where no row was a chat, and in files of older versions
-
-    def ends(self) -> tuple[int, ...]:
-        """The tokens that end documents and trained turns."""
-        return self.end_token_ids or (self.tokenizer.eos_token_id,)
+    chat_template: TemplateNote | None = None  # None where no row was a chat
 
     def write(self, token_file: Path) -> None:
         """Writes this beside `token_file`."""

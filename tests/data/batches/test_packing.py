@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import sidecar
 from token_files import legacy_bytes
 
 from llmq.data.batches import packing
@@ -140,21 +139,10 @@ def test_rows_of_one_token_are_refused() -> None:
         RowForm(1, VOCAB, PACKED)
 
 
-def test_files_of_version_2_end_their_documents_with_their_tokenizer_s_end_token(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(packing, "READ_AT_ONCE", 4)
-    lengths = [1, 3, 4, 2, 6]
-    tokens = write(tmp_path / "new.bin", lengths).tokens.tolist()
-    (tmp_path / "old.bin").write_bytes(legacy_bytes(tokens, VOCAB))
-    file = TokenFile.open(tmp_path / "old.bin")
+def test_files_of_version_2_do_not_say_where_documents_end(tmp_path: Path) -> None:
+    (tmp_path / "old.bin").write_bytes(legacy_bytes([3, EOS, 4, EOS], VOCAB))
     with pytest.raises(DataError, match=r"old\.bin is of version 2.*tokenize-data, or leave out --packing"):
-        packs_of([file], 8)
-    about = sidecar()
-    about.model_copy(update={"num_tokens": 16}).write(file.path)
-    assert packing.document_lengths([file]).tolist() == lengths
-    cut = tmp_path / "cut.bin"
-    cut.write_bytes(legacy_bytes(tokens[:-1], VOCAB))
-    about.model_copy(update={"num_tokens": 15}).write(cut)
-    assert packing.document_lengths([TokenFile.open(cut)]).tolist() == [1, 3, 4, 2, 5]
+        packs_of([TokenFile.open(tmp_path / "old.bin")], 8)
 
 
 def test_rows_that_fill_up_an_evaluation_are_one_document(tmp_path: Path) -> None:

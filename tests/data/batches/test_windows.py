@@ -123,7 +123,8 @@ def with_sidecar(path: Path, folder: Path) -> TokenFile:
     note = TokenizerNote(
         source="me/mine", revision=None, sha256=sha256, folder=folder.name, vocab_size=9, eos_token="e", eos_token_id=1
     )
-    Sidecar(num_tokens=7, num_documents=1, document_rule="", text=("t",), tokenizer=note).write(path)
+    about = {"document_rule": "", "text": ("t",), "end_token_ids": (1,), "tokenizer": note}
+    Sidecar(num_tokens=7, num_documents=1, **about).write(path)
     return TokenFile.open(path)
 
 

@@ -110,7 +110,7 @@ def test_unreadable_and_empty_files_are_data_errors(tmp_path: Path) -> None:
         open_documents([tmp_path / "empty.txt"])
     with pytest.raises(DataError) as caught:
         open_documents([tmp_path / "gone.txt", tmp_path])
-    assert "gone.txt: cannot be read (No such file" in str(caught.value) and "it is a folder" in str(caught.value)
+    assert "gone.txt: cannot be read (No such file" in str(caught.value) and "Is a directory" in str(caught.value)
 
 
 @given(
