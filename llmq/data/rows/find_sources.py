@@ -128,33 +128,25 @@ class Found:
         return [self.train.identity(), held, self.eval_tokens, self.limit, self.numbered]
 
 
-def find_anything(asked: str, eval_fraction: float | None, *, streaming: bool = False) -> Found:
-    """What `--data` names: a path, folder or glob, else a data set by name. The errors are those of `find`."""
+def find_anything(asked: str, eval_fraction: float | None, streaming: bool = False) -> Found:
+    """What `--data` names: a path, folder or glob (see `find_files`), else a data set by name (see `find_set`)."""
     path = Path(asked).expanduser()
     looks_local = asked not in NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path))
     if path.exists() or asked.startswith((".", "/", "~")) or looks_local:
-        return find(inputs=(str(path),), eval_fraction=eval_fraction, streaming=streaming)
-    return find(dataset=asked, eval_fraction=eval_fraction, streaming=streaming)
+        return find_files([str(path)], eval_fraction, streaming)
+    return find_set(asked, eval_fraction, streaming)
 
 
 def _has_data_suffix(path: Path) -> bool:
     return path.suffix.lower() in (*SUFFIXES, *COMPRESSIONS, TEXT_SUFFIX)
 
 
-def find(
-    *,
-    dataset: str | None = None,
-    inputs: Sequence[str] = (),
-    eval_fraction: float | None = None,
-    streaming: bool = False,
-) -> Found:
-    """The data of a named or Hub `dataset`, or of `inputs` (files, folders, globs), and its part for evaluation.
+def find_set(dataset: str, eval_fraction: float | None = None, streaming: bool = False) -> Found:
+    """The data of a named set or of one of the Hub, and its part for evaluation.
 
     That part is `eval_fraction` of the training data; without one, the set's own (its validation split, or llm.q's
     rule), else EVAL_FRACTION. Raises UsageError and DataError.
     """
-    if dataset is None:
-        return _local(inputs, eval_fraction, streaming)
     if dataset == TINY:
         return replace(_texts([tiny_shakespeare()], eval_fraction), title=dataset, asked=(dataset,))
     if dataset in NAMED:
@@ -183,8 +175,11 @@ def matched(patterns: Iterable[str], problems: list[str], skip: str | None = Non
     return list(found)
 
 
-def _local(inputs: Sequence[str], eval_fraction: float | None, streaming: bool) -> Found:
-    """Files of rows or text; those of one folder by the split that their names give, as on the Hub."""
+def find_files(inputs: Sequence[str], eval_fraction: float | None = None, streaming: bool = False) -> Found:
+    """The data of files, folders and globs, and its part for evaluation, as `find_set` chooses it.
+
+    Files of rows or text; those of one folder by the split that their names give, as on the Hub.
+    """
     paths = [Path(text).expanduser() for text in inputs]
     folders = [path for path in paths if path.is_dir()]
     with all_problems() as problems:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmq.data.chat.encode import EncodeOptions, Encoder, show
 from llmq.data.chat.encoded import Counts, Encoded, notes
-from llmq.data.rows.find_sources import Request, find
+from llmq.data.rows.find_sources import Request, find_files, find_set
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import Producer, TokenStream
@@ -82,7 +82,7 @@ def tokenize_data(
         raise UsageError("give the data either as --dataset or as --input (and not both)")
     if tokenizer is None:
         raise UsageError("whose tokenizer makes the tokens? Give --model")
-    found = find(dataset=dataset, inputs=inputs, eval_fraction=eval_fraction)
+    found = find_set(dataset, eval_fraction) if dataset is not None else find_files(inputs, eval_fraction)
     is_folder = Path(tokenizer).is_dir()
     name = (Path(tokenizer).resolve().name if is_folder else tokenizer.rsplit("/", 1)[-1]).lower()
     folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name}"

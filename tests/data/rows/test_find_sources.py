@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmq.data.rows import find_sources
-from llmq.data.rows.find_sources import NAMED, Found, find, find_anything, tiny_shakespeare
+from llmq.data.rows.find_sources import NAMED, Found, find_anything, find_files, tiny_shakespeare
 from llmq.data.rows.row_files import Record
 from llmq.data.tokens.text import Texts, pieces
 from llmq.errors import DataError
@@ -33,23 +33,23 @@ def numbers(part: object) -> list[int]:
 def test_files_and_globs_are_one_set_of_rows(tmp_path: Path) -> None:
     one, two = write(tmp_path / "in/a.jsonl", *range(15)), write(tmp_path / "in/b.jsonl", *range(15, 30))
     for inputs in ([str(one), str(two)], [str(tmp_path / "in/*.jsonl")]):
-        found = find(inputs=inputs)
+        found = find_files(inputs)
         assert numbers(found.evaluation) == [9, 19, 29]
         assert sorted(numbers(found.train) + numbers(found.evaluation)) == list(range(30))
         assert (found.title, found.asked, found.num_bytes) == ("in", tuple(inputs), None)
         assert "0.1 of them, spread evenly" in found.rule
-    none = find(inputs=[str(one)], eval_fraction=0)
+    none = find_files([str(one)], eval_fraction=0)
     assert none.evaluation is None and numbers(none.train) == list(range(15)) and none.title == "a"
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     for name, content in (("a.txt", "one\ntwo\n"), ("b.txt", "three"), ("c.txt", "")):
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    found = find(inputs=[str(tmp_path / "*.txt")], eval_fraction=0)
+    found = find_files([str(tmp_path / "*.txt")], eval_fraction=0)
     assert isinstance(found.train, Texts) and found.num_bytes == 13
     assert ["".join(pieces(document, True)) for document in found.train.documents] == ["one\ntwo\n", "three"]
     with pytest.raises(DataError, match=r"there is no text in .*c\.txt"):
-        find(inputs=[str(tmp_path / "c.txt")])
+        find_files([str(tmp_path / "c.txt")])
 
 
 def test_a_folder_has_splits_by_name(tmp_path: Path) -> None:
@@ -61,19 +61,19 @@ def test_a_folder_has_splits_by_name(tmp_path: Path) -> None:
     write(tmp_path / "set/.git/x.csv", 6)
     (tmp_path / "set/README.md").write_text("x")
     (tmp_path / "set/dataset_infos.json").write_text("{}")
-    found = find(inputs=[str(tmp_path / "set")])
+    found = find_files([str(tmp_path / "set")])
     assert (numbers(found.train), numbers(found.evaluation), found.title) == ([3, 1, 2], [4], "set")
-    asked = find(inputs=[str(tmp_path / "set")], eval_fraction=0.34)
+    asked = find_files([str(tmp_path / "set")], eval_fraction=0.34)
     assert numbers(asked.evaluation) == [2] and numbers(asked.train) == [3, 1]
     (tmp_path / "set/valid/a.jsonl").unlink()
-    assert numbers(find(inputs=[str(tmp_path / "set")], streaming=True).train) == [3, 1, 2]
-    assert find(inputs=[str(tmp_path / "set")], streaming=True).evaluation is None
+    assert numbers(find_files([str(tmp_path / "set")], streaming=True).train) == [3, 1, 2]
+    assert find_files([str(tmp_path / "set")], streaming=True).evaluation is None
 
 
 def test_a_folder_of_text_is_documents(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / f"books/{number:02d}.txt", *range(10, 20))
-    found = find(inputs=[str(tmp_path / "books")])
+    found = find_files([str(tmp_path / "books")])
     assert isinstance(found.train, Texts) and isinstance(found.evaluation, Texts)
     assert (len(found.train.documents), len(found.evaluation.documents), found.num_bytes) == (18, 2, 20 * 80)
     assert "one file is one document" in found.rule
@@ -93,7 +93,7 @@ def test_a_folder_that_is_not_clear_is_refused(tmp_path: Path, make: list[str], 
     for name in make:
         write(tmp_path / "set" / name, 1, 2)
     with pytest.raises(DataError, match=says):
-        find(inputs=[str(tmp_path / "set")])
+        find_files([str(tmp_path / "set")])
 
 
 def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch) -> None:

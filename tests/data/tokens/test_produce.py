@@ -21,7 +21,7 @@ from token_files import verified
 
 from llmq.data.chat.encode import EncodeOptions
 from llmq.data.rows import find_sources
-from llmq.data.rows.find_sources import Found, Request, find
+from llmq.data.rows.find_sources import Found, Request, find_files
 from llmq.data.rows.row_files import Record
 from llmq.data.tokens import pipeline
 from llmq.data.tokens import text as text_files
@@ -71,7 +71,7 @@ def stop(done: int, total: int | None) -> None:
 
 
 def asked_for(tokenizer: Path, path: Path, *, fraction: float | None = None, **more: Any) -> Request:
-    found = find(inputs=[str(path)], eval_fraction=fraction)
+    found = find_files([str(path)], eval_fraction=fraction)
     return Request(found, TextTokenizer.open(str(tokenizer)), **more)
 
 
@@ -223,14 +223,14 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
     tmp_path: Path, small, small_tokenizer: Path
 ) -> None:
     """llm.q's rule for web text: eval.bin first, then parts, until eval and parts reach the limit."""
-    found = find(inputs=[str(rows(tmp_path, 400))], eval_fraction=0.0)
+    found = find_files([str(rows(tmp_path, 400))], eval_fraction=0.0)
     found = Found("web", ("web",), found.train, None, "rule", eval_tokens=500, limit=1300, numbered=True)
     request = Request(found, TextTokenizer.open(str(small_tokenizer)))
     files = [TokenFile.open(path) for path in cached(request, **SILENT)]
     assert [file.path.name for file in files] == ["eval.bin", "train-000.bin", "train-001.bin"]
     sizes = [file.num_tokens for file in files]
     assert 500 <= sizes[0] < 600 and 400 <= sizes[1] < 500 and 400 <= sizes[2] < 500 and sum(sizes[:2]) < 1300
-    plain = find(inputs=[str(tmp_path / "rows.jsonl")], eval_fraction=0.0)
+    plain = find_files([str(tmp_path / "rows.jsonl")], eval_fraction=0.0)
     encoder = request.encoder()
     assert encoder is not None and not isinstance(plain.train, text_files.Texts)
     records = [row for _, row in plain.train.read() if isinstance(row, Record)]
@@ -243,10 +243,10 @@ def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: P
     driver = """
 import sys
 from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows.find_sources import find
+from llmq.data.rows.find_sources import find_files
 from llmq.data.tokens.tokenize import Request, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
-request = Request(find(inputs=[sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
+request = Request(find_files([sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
 for path in cached(request, on_progress=lambda done, total: None, say=lambda text: print(text, file=sys.stderr)):
     print(path)
 """
@@ -305,7 +305,7 @@ def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Pat
 
     def ask(path: Path, seq_len: int, overlong: str = "turns") -> Request:
         options = EncodeOptions(seq_len=seq_len, overlong=overlong)
-        return Asked(find(inputs=[str(path)]), tokenizer, options).settled()
+        return Asked(find_files([str(path)]), tokenizer, options).settled()
 
     pairs = rows(tmp_path)
     for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (pairs, 2)):
