@@ -157,20 +157,15 @@ def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
     """NVML's readings of the GPU during the steps, and other processes on it."""
     if not gpu["readings"]:
         return []
-    facts = [f"SM clock {gpu['sm_mhz']:,.0f} MHz" if gpu["sm_mhz"] is not None else ""]
-    facts.append(f"{gpu['watts']:.0f} W" if gpu["watts"] is not None else "")
-    facts.append(f"up to {gpu['celsius']} C" if gpu["celsius"] is not None else "")
+    known = {"SM clock {:,.0f} MHz": gpu["sm_mhz"], "{:.0f} W": gpu["watts"], "up to {} C": gpu["celsius"]}
+    facts = [text.format(value) for text, value in known.items() if value is not None]
     slowed = [f"{reason} {100 * share:.0f}% of the time" for reason, share in (gpu["throttled"] or {}).items()]
-    facts.append(f"slowed by: {', '.join(slowed)}" if slowed else "")
+    facts += [f"slowed by: {', '.join(slowed)}"] if slowed else []
     others = gpu["other_processes"]
-    lines = [", ".join(fact for fact in facts if fact)]
+    who = "no other process on the card" if others == 0 else "NVML does not say who else is on the card"
     if others:
-        lines.append(
-            f"Warning: {others} other process{'es' if others > 1 else ''} on the card: not a free card's speed"
-        )
-    else:
-        lines.append("no other process on the card" if others == 0 else "NVML does not say who else is on the card")
-    return [line for line in lines if line]
+        who = f"Warning: {others} other process{'es' if others > 1 else ''} on the card: not a free card's speed"
+    return [*([", ".join(facts)] if facts else []), who]
 
 
 def _show_ladder(console: Console, result: Result) -> None:

@@ -242,10 +242,8 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     assert driver is not None
     version = f"{reading.driver or driver.version or 'unknown'} (CUDA {cuda_driver.dotted(driver.cuda)})"
     facts |= {"uuid": device.gpu.uuid, "driver": version}
-    if reading.max_watts is not None:
-        facts["power limit"] = f"{reading.max_watts:.0f} W"
-    if reading.max_sm_mhz is not None:
-        facts["largest clock"] = f"{reading.max_sm_mhz} MHz"
+    known = {"power limit": ("{:.0f} W", reading.max_watts), "largest clock": ("{} MHz", reading.max_sm_mhz)}
+    facts |= {name: text.format(value) for name, (text, value) in known.items() if value is not None}
     if reading.pcie_generation is not None and reading.pcie_lanes is not None:
         facts["pcie"] = f"generation {reading.pcie_generation}, {reading.pcie_lanes} lanes"
     return facts | cuda_libraries.versions()

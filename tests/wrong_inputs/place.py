@@ -70,7 +70,6 @@ TEXTS = {
     "text.txt": "To be or not to be.\n" * 40,
     "chats.jsonl": f"{json.dumps(CHAT)}\n" * 20,
     "torn.jsonl": f"{json.dumps(CHAT)}\n" * 3 + '{"messages": [',
-    "list.jsonl": "[1, 2]\n",
     "number.jsonl": "7\n",
     "columns.jsonl": '{"a": 1, "b": 2}\n',
     "roles.jsonl": '{"messages": [{"role": "user"}]}\n',
@@ -84,16 +83,11 @@ TEXTS = {
     "broken.jinja": "{% for m in %}",
     "raises.jinja": "{{ raise_exception('no') }}",
     "unknown.jinja": "{{ nothing.at.all }}",
-    "train.yaml": "model: m\ntrain_file: train.bin\n",
     "tabs.yaml": "model:\tm\n\t- x\n",
     "list.yaml": "- model: m\n",
-    "nested.yaml": "model: {name: m}\n",
-    "twice.yaml": "model: m\nmodel: n\n",
     "unknown.yaml": "model: m\ntrain_file: train.bin\nbacth_size: 3\n",
-    "value.yaml": "model: m\ntrain_file: train.bin\nlearning_rate: fast\n",
     "config.yaml": "config: train.yaml\n",
     "deep.yaml": DEEP,
-    "python.yaml": "model: !!python/object:os.system m\n",
     "prompts.txt": "Once\n",
     "prompts.jsonl": '{"question": "x"}\n',
     "prompts-torn.jsonl": '{"prompt": \n',
@@ -107,7 +101,6 @@ TEXTS = {
     "run.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, TRAIN)),
     "schema.jsonl": json.dumps({**HEADER, "schema": 99}) + "\n",
     "loss.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "loss": "low"})),
-    "step.jsonl": "".join(f"{json.dumps(one)}\n" for one in (HEADER, {**TRAIN, "step": -1})),
     "nan.jsonl": json.dumps(HEADER) + '\n{"type": "train", "step": 1, "loss": NaN}\n',
 }
 BYTES = {
@@ -120,7 +113,6 @@ BYTES = {
     "bad.parquet": b"PAR1",
     "bad.jsonl.gz": b"\x1f\x8bnot gzip",
     "bad.jsonl.zst": b"not zstd",
-    "log.bin": bytes(range(256)),
 }
 
 
@@ -160,7 +152,6 @@ def write_all(place: Path) -> None:
         "runs": {"one/log.jsonl": TEXTS["steps.jsonl"], "two/notes.txt": ""},
         "several": {"a.jsonl": "", "b.jsonl": ""},
         "taken/model": {"config.json": "{}", "model.safetensors": ""},
-        "Qwen2.5-0.5B": {},
     }.items():
         (place / name).mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
