@@ -189,22 +189,14 @@ class _Peer:
 
 def _move(peers: list[_Peer]) -> None:
     """Until all is sent and received."""
-    poll, waiting = select.poll(), {}
     for peer in peers:
         peer.step()
-        if peer.events:
-            waiting[peer.connection.fileno()] = peer
-            poll.register(peer.connection, peer.events)
-    while waiting:
+    while left := {peer.connection.fileno(): peer for peer in peers if peer.events}:
+        poll = select.poll()
+        for number, peer in left.items():
+            poll.register(number, peer.events)
         for number, _ in poll.poll():
-            peer = waiting[number]
-            before = peer.events
-            peer.step()
-            if not peer.events:
-                poll.unregister(number)
-                del waiting[number]
-            elif peer.events != before:
-                poll.modify(number, peer.events)
+            left[number].step()
 
 
 def _advance(parts: list[memoryview], count: int) -> None:

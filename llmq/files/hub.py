@@ -28,6 +28,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 KINDS = ("model", "config", "tokenizer")
 SPACE_LEFT = 100 << 20  # bytes to leave free on the cache's disk
 TIMEOUT_S = 30
+AGAIN = "run the same command again, complete files are kept"
 _TEMPLATE = re.compile(TEMPLATE_FOLDER + r"/[\w.-]+\.jinja")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
         status = error.response.status_code if error.response is not None else "no status"
         way_out = "the token in HF_TOKEN or of `hf auth login` is not valid" if status == 401 else "try again later"
         if status != 401 and file:
-            way_out = "run the same command again, complete files are kept"
+            way_out = AGAIN
         kind = HubUnreachable if isinstance(status, int) and status >= 500 and not file else DataError
         raise kind(f"{absent}{at} answered {status} while {doing}: {way_out}") from None
     except (OSError, RuntimeError, ValueError, *loaded, *xet) as error:
@@ -240,13 +241,10 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
             ) from None
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         if file and constants.HF_HUB_OFFLINE:
-            raise DataError(
-                f"{file} of {name} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to fetch it: unset it"
-            ) from None
+            there = f"{file} of {name} is not in {constants.HF_HUB_CACHE}"
+            raise DataError(f"{there}, and HF_HUB_OFFLINE forbids to fetch it: unset it") from None
         if file:
-            raise DataError(
-                f"{doing} was cut off ({said}): run the same command again, complete files are kept"
-            ) from None
+            raise DataError(f"{doing} was cut off ({said}): {AGAIN}") from None
         raise HubUnreachable(
             f"{absent}{at} cannot be reached, {doing} ({said}): check the network, HF_ENDPOINT and proxies"
             + (", or give a local folder" if repo_type == "model" else "")
