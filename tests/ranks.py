@@ -59,7 +59,7 @@ def whole_batch(run, step, micro_step, size=2):
 
 def train(run, world, backend):
     """Results of all steps, and the parameters after them, on one rank."""
-    sharding = Sharding(world.rank, world.size, **LEVELS[run.level], **run.how)
+    sharding = Sharding(world.rank, world.size, **{**LEVELS[run.level], **run.how})
     scratch = backend.scratch_bytes if backend.takes_scratch else None
     plan = plan_of(run.precision, run.memory, CONFIG, scratch_bytes=scratch, sharding=sharding, **run.more)
     engine = engine_of(plan, backend=backend)

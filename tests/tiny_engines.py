@@ -192,10 +192,11 @@ def train_steps(engine: Engine, steps: int = 2, accumulation: int = 2, rate: flo
     return losses
 
 
-def result_of(plan: Plan, backend: Backend | None = None) -> tuple[object, ...]:
+def result_of(plan: Plan, backend: Backend | None = None, accumulation: int = 2) -> tuple[object, ...]:
     """Losses of a few steps on a plan, everything that they changed, and what the model says after them."""
     engine = engine_of(plan, backend=backend)
-    return train_steps(engine), bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
+    losses = train_steps(engine, accumulation=accumulation)
+    return losses, bits(engine), engine.evaluate(batch(9)), next_logits(engine, np.arange(7)).tobytes()
 
 
 def fused_result_of(plan: Plan, steps: int = 3) -> tuple[object, ...]:

@@ -20,6 +20,7 @@ MEMORIES = {
     "tiles": Memory(("recompute_ffn",), seq_tiles=2, head_chunks=2),
     "block": Memory(**BLOCK),
     "moments": Memory(host=("m", "v")),
+    "in place": Memory(host=("m", "v"), zero_copy=True),
     "gradients": Memory(**BLOCK, host=("m", "v", "grad")),
     "streamed": Memory(**BLOCK, host=("master", "m", "v", "grad", "weight")),
 }

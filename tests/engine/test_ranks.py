@@ -177,12 +177,19 @@ def test_a_rank_holds_less_at_every_level():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("precision", ["fp8-e4m3-delayed", pytest.param("fp8-e4m3-rowwise", marks=SLOW)])
-def test_all_ranks_make_the_same_calls(level, precision):
+@pytest.mark.parametrize(
+    ("precision", "memory"),
+    [
+        ("fp8-e4m3-delayed", Memory()),
+        pytest.param("fp8-e4m3-rowwise", Memory(), marks=SLOW),
+        ("fp8-head", Memory(("recompute_block",), offload=("residual",), host=("grad", "weight", "master", "m", "v"))),
+    ],
+)
+def test_all_ranks_make_the_same_calls(level, precision, memory):
     """Else one would group collectives that another makes one by one, and NCCL would wait for ever."""
 
     def calls(rank):
-        plan = plan_of(PRECISIONS[precision], None, CONFIG, sharding=Sharding(rank, 5, **LEVELS[level]))
+        plan = plan_of(PRECISIONS[precision], memory, CONFIG, sharding=Sharding(rank, 5, **LEVELS[level]))
         return {
             name: [(call.op, call.lane, call.waits) for call in program.calls]
             for name, program in plan.programs.items()

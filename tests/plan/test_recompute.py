@@ -1,73 +1,22 @@
-"""Recompute: every flag, every combination and random drop sets give the same bits and free exactly what they drop."""
+"""Recompute: flags free exactly what they drop."""
 
-import itertools
-import random
 from dataclasses import replace
 
 import pytest
-from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, tiny, train_steps
+from tiny_engines import BF16, FP8, PRECISIONS, plan_of, tiny
 
 from llmq.errors import UsageError
 from llmq.model.presets import preset
 from llmq.plan.arena import aligned
 from llmq.plan.memory import ROLES, Memory
 
-FLAGS = tuple(ROLES)
-CONFIGS = {
-    "qwen2": tiny(),
-    "qwen3": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
-}
 
-
-def result_of(plan):
-    """Losses and bits of a step of two micro-steps."""
-    engine = engine_of(plan)
-    return train_steps(engine, steps=1), bits(engine)
-
-
-FAST = {("bf16", "qwen2"), ("fp8-e5m2-blockwise", "qwen3")}
-CASES = [  # every precision with one of the configs, and the fast ones
-    pytest.param(precision, config, id=f"{p}-{c}", marks=[] if (p, c) in FAST else pytest.mark.slow)
-    for at, (p, precision) in enumerate(PRECISIONS.items())
-    for number, (c, config) in enumerate(CONFIGS.items())
-    if (p, c) in FAST or at % 2 == number
-]
-
-
-@pytest.mark.parametrize(("precision", "config"), CASES)
-def test_each_flag_is_bit_equal_and_frees_memory(precision, config):
-    plan = plan_of(precision, Memory(), config)
-    plain = result_of(plan)
-    for flag in FLAGS:
-        small = plan_of(precision, Memory((flag,)), config)
-        assert result_of(small) == plain, flag
-        assert sum(small.kept.values()) < sum(plan.kept.values()), flag
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scaling", ["none", "delayed", "rowwise", "blockwise"])
-def test_every_combination_of_flags_is_bit_equal(scaling):
-    """All are planned, and each plan is run once: where one flag drops what another does too, several have the same."""
-    precision = FP8.get(("e4m3", scaling), BF16)
-    plain, seen = result_of(plan_of(precision, Memory(), tiny())), []
-    for count in range(2, len(FLAGS) + 1):
-        for flags in itertools.combinations(FLAGS, count):
-            plan = plan_of(precision, Memory(flags), tiny())
-            if plan.programs not in seen:
-                seen.append(plan.programs)
-                assert result_of(plan) == plain, flags
-
-
-@pytest.mark.parametrize("precision", [BF16, pytest.param(FP8["e5m2", "delayed"], marks=pytest.mark.slow)])
-def test_random_drop_sets_are_bit_equal(precision):
-    config = CONFIGS["qwen3"]
-    plan = plan_of(precision, Memory(), config)
-    plain, names = result_of(plan), sorted({name for name, _ in plan.fates.kept})
-    # only what a layer makes for itself can be made again from the stream that enters it
-    names = [name for name in names if not name.endswith("attention.res") and name.split("/")[1][0].isdigit()]
-    for seed in range(3):
-        drop = random.Random(seed).sample(names, random.Random(seed).randint(1, len(names)))
-        assert result_of(plan_of(precision, Memory(drop=tuple(drop)), config)) == plain, drop
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+def test_each_flag_frees_memory(precision):
+    for config in (tiny(), tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False)):
+        plain = plan_of(precision, None, config)
+        for flag in ROLES:
+            assert sum(plan_of(precision, Memory((flag,)), config).kept.values()) < sum(plain.kept.values()), flag
 
 
 def test_planned_bytes_fall_by_exactly_the_bytes_of_the_dropped_slots():

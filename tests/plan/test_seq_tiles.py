@@ -1,10 +1,10 @@
-"""The MLP in tiles of tokens: what it computes, what it takes, with every way to save memory."""
+"""The MLP in tiles of tokens: what it computes and what it takes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, FP32, FP64, batch, bits, engine_of, packed_batch, plan_of, tiny, train_steps
+from tiny_engines import BF16, FP8, FP64, batch, engine_of, packed_batch, plan_of, tiny
 
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.targets import chosen
@@ -13,7 +13,7 @@ from llmq.errors import UsageError
 from llmq.optimizers import adamw
 from llmq.options.maths import MemoryOptions
 from llmq.plan import memory as memories
-from llmq.plan.memory import RESIDUAL, Memory
+from llmq.plan.memory import Memory
 
 CONFIG = tiny(intermediate_size=176)
 SLOW = pytest.mark.slow
@@ -48,30 +48,6 @@ def test_only_gradients_of_the_tiled_weights_are_rounded_otherwise(precision):
     }
     assert all(".mlp." in name for name in others)
     assert whole.evaluate(batch(4)) == tiled.evaluate(batch(4))
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        pytest.param(FP32, id="fp32", marks=SLOW),
-        pytest.param(BF16, id="bf16"),
-        *(pytest.param(FP8["e4m3", name], id=name, marks=SLOW) for name in ("delayed", "current", "rowwise")),
-    ],
-)
-def test_recomputing_and_offloading_tiles_changes_no_bit(precision):
-    tiled = Memory(seq_tiles=2)
-    expected, *others = engines(
-        precision,
-        tiled,
-        replace(tiled, flags=("recompute_block",)),
-        replace(tiled, flags=("recompute_ffn", "recompute_norm")),
-        replace(tiled, flags=("recompute_block",), offload=(RESIDUAL,), host=("m", "v")),
-    )
-    losses = train_steps(expected, accumulation=2)
-    for other in others:
-        assert train_steps(other, accumulation=2) == losses and bits(other) == bits(expected)
-    (whole,) = engines(precision, Memory())
-    assert losses == pytest.approx(train_steps(whole, accumulation=2), rel=2e-2)
 
 
 def test_tiles_are_of_packed_rows_too():
