@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 from ranks import LEVELS, Run, rank_batch
-from tiny_engines import BF16, FP8, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
+from tiny_engines import BF16, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
 from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.importance import Budget, kept
@@ -101,36 +101,6 @@ def test_gradients_are_those_of_finite_differences(about):
         direction = rng.standard_normal(gradient.shape)
         slope = (loss(name, step * direction)[0] - loss(name, -step * direction)[0]) / (2 * step)
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
-
-
-SAME = {
-    "recomputed": {"memory": Memory(("recompute_block",)), "dropout": 0.2},
-    "fused": {"memory": Memory(fused=True)},
-    "offloaded": {"memory": Memory(host=("master", "m", "v"))},
-    "updated in host memory": {"memory": Memory(host=("master", "m", "v"), zero_copy=True)},
-    "gradients": {"memory": Memory(host=("grad",))},
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name in ("recomputed", "fused") else pytest.mark.slow) for name in SAME]
-)
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(BF16, id="bf16"), pytest.param(FP8["e4m3", "current"], id="e4m3", marks=pytest.mark.slow)],
-)
-def test_what_moves_or_repeats_work_changes_no_bit(case, precision):
-    more = dict(SAME[case])
-    memory, about = more.pop("memory"), adapters(**more)
-    plans = [plan_of(precision, own, adapters=about, **UNCLIPPED) for own in (None, memory)]
-    one, other = map(engine, plans)
-    assert run_of(one, parts=1) == run_of(other, parts=1)
-    assert (
-        np.array_equal(one.plan.tracked.kept(one), other.plan.tracked.kept(other))
-        and 0 < one.plan.tracked.kept(one).sum() < one.plan.tracked.kept(one).size
-    )
-    ours, theirs = ({row.name: run.parameter(row.name).tobytes() for row in run.plan.rows} for run in (one, other))
-    assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -248,22 +218,6 @@ def test_ranks_that_a_gpu_cannot_update_are_refused():
             adapters=about,
             scratch_bytes=PlannedBackend().scratch_bytes,
         )
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [
-        FP8["e4m3", "rowwise"],
-        *(pytest.param(p, marks=pytest.mark.slow) for p in (BF16, FP8["e4m3", "delayed"], FP8["e5m2", "blockwise"])),
-    ],
-)
-def test_it_can_be_planned_for_a_gpu(precision):
-    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384)
-    scratch = {"scratch_bytes": PlannedBackend().scratch_bytes}
-    for base in (None, "e4m3", "nf4"):
-        about = adapters("all,lm_head", config, dropout=0.1, base=base)
-        plan = plan_of(precision, config=config, adapters=about, **scratch)
-        assert plan.table()["Importance"] > 0
 
 
 def test_a_state_that_is_restored_has_the_choice():

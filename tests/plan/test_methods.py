@@ -8,8 +8,10 @@ import pytest
 from test_adapters import UNTIED, adapters, warm
 from tiny_engines import BF16, EVERY, FP8, FP64, B, T, batch, bits, plan_of, tiny
 
+from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
-from llmq.adapters.targets import chosen
+from llmq.adapters.importance import Budget
+from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.planned import PlannedBackend
 from llmq.blocks.packed import Packing
@@ -24,9 +26,19 @@ WIRINGS = {
     "windows": tiny(windows=(None, 6)),
     "qk-norm": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
 }
+BUDGET = Budget(2, warmup=1, final=1, interval=1, total=4)
+
+
+def triplets(config, base=None):
+    """Adapters whose ranks are chosen after the third step."""
+    every = with_triplets(targets(chosen("all", config), 4, 6.0, rslora=False))
+    return AdaLora(4, 6.0, every, dropout=0.2, schedule=BUDGET, base=base)
+
+
 METHODS = {
     "lora": lambda config, base=None: adapters("all", config, dropout=0.2, bias="all", base=base),
     "dora": lambda config, base=None: adapters("all", config, dora=True, dropout=0.2, also="embed_tokens", base=base),
+    "adalora": lambda config, base=None: triplets(config, base),
     "ia3": lambda config, base=None: Gains(scaled(chosen("all", config)), base=base),
     "prompt": lambda config, base=None: Prompt(COUNT, base=base),
     "prefix": lambda config, base=None: Prefix(COUNT, base=base),
@@ -38,7 +50,7 @@ PARTS = {"attention.qkv": "qkv", "attention.o": "o", "mlp.up": ("gate", "up"), "
 _LOW = [("recompute_ffn", "recompute_norm", "recompute_qkv")]
 _VIRTUAL = [("recompute_qkv",), ("recompute_att",)]
 RECOMPUTED = {  # beside the block
-    **dict.fromkeys(("lora", "dora"), _LOW),
+    **dict.fromkeys(("lora", "dora", "adalora"), _LOW),
     **dict.fromkeys(VIRTUAL, _VIRTUAL),
     "ia3": [("recompute_ffn", "recompute_qkv")],
 }
@@ -61,9 +73,11 @@ def steps(engine, count=3, micro_steps=2):
     losses, method = [], engine.plan.spec.adapters
     for step in range(1, count + 1):
         engine.start_step(step, 1e-1)
+        engine.plan.tracked.before_step(engine, step)
         for n in range(micro_steps):
             engine.micro_step(given(method, 10 * step + n), first=n == 0, last=n == micro_steps - 1)
         losses.append(engine.update(step, 1e-1).loss)
+        engine.plan.tracked.after_update(engine, step)
     return losses
 
 
@@ -156,6 +170,7 @@ MOVES = {
     "recomputed": Memory(("recompute_block",)),
     "residual": Memory(offload=("residual",)),
     "states": Memory(host=("master", "m", "v")),
+    "zero copy": Memory(host=("master", "m", "v"), zero_copy=True),
     "gradients": Memory(host=("grad",)),
     "streamed": Memory(host=("weight", "master", "m", "v")),
     "fused": Memory(fused=True),
@@ -196,7 +211,7 @@ PACKED = [(name, wiring) for name in METHODS for wiring in (WIRINGS if name in V
 def test_a_pack_is_the_sum_of_its_documents(name, wiring):
     """Each begins with the virtual tokens, and sees those alone."""
     config = WIRINGS[wiring]
-    method = replace(METHODS[name](config), **({"dropout": 0.0} if name in ("lora", "dora") else {}))
+    method = replace(METHODS[name](config), **({"dropout": 0.0} if hasattr(METHODS[name](config), "dropout") else {}))
     one, borders, about = (
         batch(),
         np.array([[0, 4, 10, T], [0, 9, T, T]], np.int32),
