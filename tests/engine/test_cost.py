@@ -35,30 +35,24 @@ def wide(layers):
     return tiny(num_layers=layers, hidden_size=256, head_dim=64, intermediate_size=512, vocab_size=512)
 
 
-@pytest.mark.parametrize(
-    ("precision", "name"),
-    [
-        pytest.param(precision, name, id=f"{key}-{name}", marks=() if (key, name) in OFTEN else pytest.mark.slow)
-        for key, precision in {"bf16": BF16, "e4m3": FP8["e4m3", "current"], "none": NONE}.items()
-        for name in MEMORIES
-        if precision is not NONE or name != "streamed"
-    ],
-)
-def test_few_layers_say_what_all_take(precision, name):
-    spec = spec_of(replace(precision, m="fp32"), MEMORIES[name], wide(14), batch_size=4, seq_len=256)
-    costs = Costs(SCRATCH, SCRATCH, RATES)
-    about, plan = costs.of(spec, 4), make_plan(spec, SCRATCH)
-    assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
-    assert about.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)
-    assert about.seconds == pytest.approx(step_seconds(plan, RATES, 4), rel=0.02)
+CASES = [
+    pytest.param(precision, name, None, id=f"{key}-{name}", marks=() if (key, name) in OFTEN else pytest.mark.slow)
+    for key, precision in {"bf16": BF16, "e4m3": FP8["e4m3", "current"], "none": NONE}.items()
+    for name in MEMORIES
+    if precision is not NONE or name != "streamed"
+]
+OF_RANKS = [
+    pytest.param(BF16, name, level, marks=pytest.mark.slow) for name in ("gradients", "streamed") for level in range(4)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", range(4))
-@pytest.mark.parametrize("name", ["gradients", "streamed"])
-def test_few_layers_say_what_all_take_of_each_rank(level, name):
-    sharding = at_level(Sharding(0, 2), level)
-    spec = spec_of(BF16, MEMORIES[name], wide(14), batch_size=4, seq_len=256, sharding=sharding)
+@pytest.mark.parametrize(("precision", "name", "level"), CASES + OF_RANKS)
+def test_few_layers_say_what_all_take(precision, name, level):
+    """Of a run of one rank, and of each of two at a level of sharing."""
+    more = {"m": "fp32"} if level is None else {}
+    sharding = Sharding() if level is None else at_level(Sharding(0, 2), level)
+    sizes = {"batch_size": 4, "seq_len": 256, "sharding": sharding}
+    spec = spec_of(replace(precision, **more), MEMORIES[name], wide(14), **sizes)
     about, plan = Costs(SCRATCH, SCRATCH, RATES).of(spec, 4), make_plan(spec, SCRATCH)
     assert about.num_bytes == pytest.approx(plan.total_bytes, rel=0.04)
     assert about.host_bytes == pytest.approx(plan.host_bytes, rel=0.02)

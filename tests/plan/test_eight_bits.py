@@ -7,7 +7,7 @@ import pytest
 from in_process import run_ranks
 from ranks import CONFIG as RANKS_CONFIG
 from ranks import LEVELS, Run, rank_batch
-from tiny_engines import BF16, FP32, batch, bits, engine_of, plan_of, tiny, train_steps
+from tiny_engines import BF16, FP32, batch, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
 from llmq.plan.memory import Memory
@@ -16,7 +16,6 @@ from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
-STATES = ("master", "m", "v")
 DTYPES_8 = [("e4m3", "int8"), ("int8", "e4m3")]
 
 
@@ -34,20 +33,6 @@ def test_a_moment_in_8_bits_takes_a_byte_and_a_scale_for_128_of_a_row(m, v):
         assert plan.table()[category] < plain.table()[category] / 3.5
     found = {one.form.dtype for one in plan.persistent.values() if one.space == "v" and one.form is not None}
     assert DTYPES[found.pop()].itemsize == 1 and not found
-
-
-def result_of(plan):
-    engine = engine_of(plan)
-    return train_steps(engine), bits(engine), engine.evaluate(batch(9))
-
-
-@pytest.mark.parametrize("host", [("m",), ("v",), STATES], ids="-".join)
-def test_moments_in_8_bits_on_the_host_are_bit_equal(host):
-    """In as many pieces as rows have tiles."""
-    precision = eight("int8", "e4m3")
-    plan = plan_of(precision, Memory(host=host, piece_bytes=1), CONFIG)
-    assert result_of(plan) == result_of(plan_of(precision, None, CONFIG))
-    assert not any(plan.table()[f"Adam {space.upper()}"] for space in host if space != "master")
 
 
 def trained(level, size, memory=None, precision=None):
