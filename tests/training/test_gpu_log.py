@@ -14,6 +14,7 @@ from llmq.hardware import nvml
 from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
 from llmq.report.read import read_log
+from llmq.report.wandb import _history
 from llmq.training.log_hooks import GpuWatch
 from llmq.training.progress import Progress
 from llmq.training.records import GpuRecord, gpu_line
@@ -64,14 +65,11 @@ def test_what_nvml_does_not_say_is_none(monkeypatch):
 
 
 def test_the_line_has_its_documented_form():
-    assert gpu_line(RECORD) == (
-        "[G] step     7 | SM 1755 MHz | 655 W | 61 C | 3072 MiB | PCIe 12/3 MB/s | busy 99% | power cap"
-    )
+    line = "[G] step     7 | SM 1755 MHz | 655 W | 61 C | 3072 MiB | PCIe 12/3 MB/s | busy 99% | power cap"
+    assert gpu_line(RECORD) == line
 
 
-def test_it_needs_a_gpu_and_nvml(monkeypatch):
-    with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU, and this run is on the CPU: leave it out"):
-        GpuWatch(CPU, 3, print)
+def test_it_needs_nvml(monkeypatch):
     monkeypatch.setattr(nvml, "read", lambda uuid: None)
     with pytest.raises(UsageError, match=r"--log-gpu-util 3 needs NVML, .*pip install nvidia-ml-py"):
         GpuWatch(HERE, 3, print)
@@ -79,14 +77,14 @@ def test_it_needs_a_gpu_and_nvml(monkeypatch):
 
 
 @pytest.fixture
-def given(given):
-    """Options of a smaller run."""
+def given(given, monkeypatch):
+    """Options of a smaller run, on a GPU that is not there."""
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
     return {**given, "steps": 7, "warmup": 0, "eval_file": None, "eval_every_n_steps": 0}
 
 
-def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):
-    fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+def test_every_n_steps_of_a_run_are_in_its_log(given):
     result = llmq.train(**given, log_gpu_util=3)
     log, told = read_log(result.log_path), given["console"].getvalue()
     assert list(log.gpu["step"]) == [3, 6] and list(log.gpu["watts"]) == [654.6] * 2
@@ -97,24 +95,18 @@ def test_every_n_steps_of_a_run_are_in_its_log(given, monkeypatch):
 
 
 def test_on_the_cpu_it_is_refused_before_anything_is_made(given, tmp_path):
-    with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU"):
+    with pytest.raises(UsageError, match="--log-gpu-util 3 needs a GPU, and this run is on the CPU: leave it out"):
         llmq.train(**given, device="cpu", log_gpu_util=3)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_continued_run_drops_readings_of_steps_that_it_makes_again(given, monkeypatch):
-    fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+def test_a_continued_run_drops_readings_of_steps_that_it_makes_again(given):
     llmq.train(**given, log_gpu_util=2, ckpt_interval=3, ckpt_keep_n=0)
     again = llmq.train(**{**given, "steps": 7}, log_gpu_util=5, overwrite=True, **{"continue": 3})
     assert list(read_log(again.log_path).gpu["step"]) == [2, 5]
 
 
-def test_an_export_has_the_gpu_at_its_steps(given, monkeypatch):
-    from llmq.report.wandb import _history
-
-    fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: READING)
+def test_an_export_has_the_gpu_at_its_steps(given):
     history = _history(read_log(llmq.train(**given, log_gpu_util=4).log_path))
     assert history[4]["gpu/sm_mhz"] == 1755 and history[4]["gpu/pcie_tx_kb_s"] == 3000 and "train/loss" in history[4]
     assert "gpu/sm_mhz" not in history[3]

@@ -57,28 +57,20 @@ class Terminal(io.StringIO):
         return True
 
 
+LINE = "[T] step     7 [ 25.0%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%"
+EVALUATED = "[V] step     7 [ 25.0%] | time:    99 ms | eval   3.141593 | train   3.250000 | tps 10000"
+PADDED = replace(TRAIN, tokens=8000, real_tokens=6000, time_ms=400)
+
+
 def test_lines_have_the_documented_form() -> None:
-    line = "[T] step     7 [ 25.0%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%"
-    assert train_line(TRAIN, 28) == line
-    assert train_line(TRAIN, 28, details=True) == f"{line} | lr 1.000e-05"
-    assert train_line(replace(TRAIN, memory_mib=36100.2), 28, details=True).endswith(
-        "| lr 1.000e-05 | memory 36100 MiB"
-    )
-    assert eval_line(EVAL, 28) == (
-        "[V] step     7 [ 25.0%] | time:    99 ms | eval   3.141593 | train   3.250000 | tps 10000"
-    )
-
-
-def test_percent_is_of_the_run() -> None:
-    assert "[  0.5%]" in train_line(replace(TRAIN, epoch=1.25), 1400)
-    assert "[100.0%]" in train_line(replace(TRAIN, epoch=1.25), 7)
-    assert "[   n/a]" in train_line(TRAIN, 0)
-
-
-def test_padding_is_told_beside_all_tokens() -> None:
-    padded = replace(TRAIN, tokens=8000, real_tokens=6000, time_ms=400)
-    assert "| tps 20000 (15000 without padding) | sol" in train_line(padded, 7)
-    assert "| tps 20000 | sol" in train_line(replace(padded, real_tokens=8000), 7)
+    assert train_line(TRAIN, 28) == LINE and eval_line(EVAL, 28) == EVALUATED
+    assert train_line(TRAIN, 28, details=True) == f"{LINE} | lr 1.000e-05"
+    known = train_line(replace(TRAIN, memory_mib=36100.2), 28, details=True)
+    assert known == f"{LINE} | lr 1.000e-05 | memory 36100 MiB"
+    for num_steps, share in ((1400, "[  0.5%]"), (7, "[100.0%]"), (0, "[   n/a]")):
+        assert share in train_line(replace(TRAIN, epoch=1.25), num_steps)
+    assert "| tps 20000 (15000 without padding) | sol" in train_line(PADDED, 7)
+    assert "| tps 20000 | sol" in train_line(replace(PADDED, real_tokens=8000), 7)
 
 
 def test_an_epoch_is_told_when_it_begins(tmp_path: Path) -> None:

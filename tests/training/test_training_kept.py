@@ -100,26 +100,32 @@ def spoil(monkeypatch, steps):
     )
 
 
+def ruined(given, why):
+    """The result of a run that exports nothing for this reason, and that of one that is told to all the same."""
+    result = llmq.train(**given)
+    assert (result.exit_code, result.model_path) == (5, None) and why in result.warnings[-1]
+    assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
+    again = llmq.train(**given | {"continue": "newest"})  # has no step left, and knows of the last one
+    assert (again.exit_code, again.model_path) == (5, None)
+    anyway = llmq.train(**given | {"continue": "newest"}, export_anyway=True)
+    assert (anyway.exit_code, anyway.model_path) == (0, Path("runs/run/model"))
+    assert (anyway.model_path / "model.safetensors").is_file()
+    assert f"The model is exported although {why}" in anyway.warnings[-1]
+    return result
+
+
 def test_a_refused_last_step_exports_nothing_unless_told_to(given, monkeypatch):
     spoil(monkeypatch, [12])
-    kept = {"ckpt_interval": 4, "ckpt_keep_n": 1}
-    result = llmq.train(**given, **kept)
-    assert (result.exit_code, result.steps, result.model_path) == (5, 12, None)
-    assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
+    given |= {"ckpt_interval": 4, "ckpt_keep_n": 1}
+    result = ruined(given, "the last step, 12, changed nothing: it was not finite")
     assert sorted(path.name for path in SAVED.glob("step*")) == ["step-00000008", "step-00000012"]  # 8 may be sound
     (warning,) = result.warnings
-    assert "the last step, 12, changed nothing" in warning and "the checkpoints of step 8 with --continue" in warning
-    assert f"[Warnings]\n  - {warning}" in said(given)
-    (end,) = [event for event in read_log(result.log_path).events if event["type"] == "end"]
-    assert (end["reason"], end["warnings"]) == ("failed", [warning])
-    again = llmq.train(**given, **{"continue": "newest"})  # has no step left, and knows of the last one
-    assert (again.exit_code, again.model_path) == (5, None)
-    anyway = llmq.train(**given, **{"continue": "newest"}, export_anyway=True)
-    assert (anyway.exit_code, anyway.model_path) == (0, Path("runs/run/model"))
-    assert anyway.warnings == ("The model is exported although the last step, 12, changed nothing: it was not finite",)
+    assert "the checkpoints of step 8 with --continue" in warning and f"[Warnings]\n  - {warning}" in said(given)
+    ends = [event for event in read_log(result.log_path).events if event["type"] == "end"]
+    assert (ends[0]["reason"], ends[0]["warnings"]) == ("failed", [warning])
     monkeypatch.undo()
     monkeypatch.chdir(Path(given["model"]).parent)
-    assert llmq.train(**given, **{"continue": 8, "overwrite": True}).exit_code == 0
+    assert llmq.train(**given | {"continue": 8, "overwrite": True}).exit_code == 0
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e6])
@@ -138,11 +144,7 @@ def blind(given):
 
 def test_a_last_update_that_ruins_the_model_is_found_without_an_evaluation(blind):
     """Weights of 1e30 are finite, but what they compute is not; a run that resumes there finds it, too."""
-    for more in ({"learning_rate": 1e30}, {"learning_rate": 1e-3, "continue": "newest"}):
-        result = llmq.train(**{**blind, **more})
-        assert (result.exit_code, result.model_path, result.steps) == (5, None, 1)
-        assert "No model is exported: after the last step the loss of a batch is nan." in result.warnings[-1]
-    assert llmq.train(**blind, **{"continue": "newest"}, export_anyway=True).exit_code == 0
+    ruined({**blind, "learning_rate": 1e30}, "after the last step the loss of a batch is nan")
 
 
 def test_a_last_update_that_makes_the_model_worse_than_a_guess_is_a_warning(blind):
@@ -171,24 +173,13 @@ def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkey
         return values
 
     monkeypatch.setattr(Engine, "parameter", parameter)
-    result = llmq.train(**{**given, "model_dtype": dtype})
-    assert (result.exit_code, result.model_path) == (5, None)
-    assert "weights of layers.0.mlp.down.weight are not all finite" in result.warnings[-1]
-    assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
-    anyway = llmq.train(**{**given, "model_dtype": dtype, "continue": "newest"}, export_anyway=True)
-    assert anyway.exit_code == 0 and (anyway.model_path / "model.safetensors").is_file()
-    assert "exported although the weights of layers.0.mlp.down.weight" in anyway.warnings[-1]
+    ruined({**given, "model_dtype": dtype}, "the weights of layers.0.mlp.down.weight are not all finite")
 
 
 def test_a_last_evaluation_that_is_not_finite_exports_nothing_unless_told_to(given, monkeypatch):
     """Finite weights can be too large to compute with, and the step that made them was sound."""
     monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (math.nan, 1))
-    result = llmq.train(**given)
-    assert (result.exit_code, result.model_path) == (5, None)
-    assert "No model is exported: the loss of the last evaluation is nan." in result.warnings[-1]
-    anyway = llmq.train(**given, **{"continue": "newest"}, export_anyway=True)
-    assert (anyway.exit_code, anyway.model_path) == (0, Path("runs/run/model"))
-    assert anyway.warnings[-1] == "The model is exported although the loss of the last evaluation is nan"
+    ruined(given, "the loss of the last evaluation is nan")
 
 
 def test_a_loss_that_ended_above_its_beginning_is_a_warning(given):
