@@ -32,8 +32,8 @@ from llmq.plan.precision import Precision
 from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.spec import Spec
 from llmq.screen import Screen
-from llmq.training.facts import Facts
 from llmq.training.fit import fitted
+from llmq.training.ready import Facts
 
 ROOM = 0.95  # of the free memory, for a plan that models what cuDNN will need
 MOMENTS = ("opt_m_dtype", "opt_v_dtype")  # of adapters those of llmq-train

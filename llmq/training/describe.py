@@ -99,20 +99,15 @@ def describe_dry(run: Ready, needs: Mapping[str, tuple[Path, int]]) -> None:
     what it `needs` on the disk."""
     plan, log, (_, free) = run.plan, run.log, device.memory_bytes(run.device)
     log.say_waiting()
-    log.say(_in_a_line(run, free), least=SUMMARY)
+    size, card, data = plan.spec.sharding.size, run.device.card, run.data
+    name = card.name if card else run.device.kind
+    fits = f"{shown(plan.total_bytes)} of {shown(free)} that are free on {f'each of {size} ' if size > 1 else ''}{name}"
+    rate = predicted_rate(plan, card, data.samples_per_step * data.seq_len)
+    text = "" if rate is None else f", {rate * data.tokens_per_row / data.seq_len:,.0f} tokens/s predicted"
+    log.say(f"The plan fits: {fits}{text}", least=SUMMARY)
     hosted = f"{shown(plan.host_bytes)} of the run, and " if plan.host_bytes else ""
     log.say(f"In host memory: {hosted}{shown(checkpoint_bytes_of(run.plan))} for a copy of what a checkpoint holds")
     log.say("On disk: " + ", ".join(f"{what} {shown(size)}" for what, (_, size) in needs.items()))
-
-
-def _in_a_line(run: Ready, free_bytes: int) -> str:
-    """What a plan that fits comes to."""
-    data, card = run.data, run.device.card
-    rate = predicted_rate(run.plan, card, data.samples_per_step * data.seq_len)
-    size, name = run.plan.spec.sharding.size, card.name if card else run.device.kind
-    where = f"each of {size} {name}" if size > 1 else name
-    fits = f"The plan fits: {shown(run.plan.total_bytes)} of {shown(free_bytes)} that are free on {where}"
-    return fits if rate is None else f"{fits}, {rate * data.tokens_per_row / data.seq_len:,.0f} tokens/s predicted"
 
 
 def level_lines(run: Ready, free_bytes: int) -> list[str]:

@@ -27,8 +27,8 @@ from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
-from llmq.training.facts import Facts
 from llmq.training.fit import Fit, fitted, with_longest
+from llmq.training.ready import Facts
 
 MOST_SLOTS = 12  # that are listed, the largest
 

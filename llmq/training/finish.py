@@ -44,7 +44,12 @@ def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch) -> dict[
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         reasons.append(f"the weights of {next(iter(bad))}{more} are not all finite")
     if path is None:
-        warnings.append(f"No model is exported: {reasons[0]}. {_way_back(run, now)}")
+        others = run.earlier.checkpoints.others(now.step)
+        again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
+        warnings.append(
+            f"No model is exported: {reasons[0]}. Lower --learning-rate, or raise --warmup, and {again}. To get this "
+            "model all the same, use --continue --export-anyway"
+        )
         return {"exit_code": NonFiniteError.exit_code, "warnings": tuple(warnings)}
     warnings += [f"The model is exported although {why}" for why in reasons]
     return {"model_path": path, "merged_path": to_disk.merge(merged, path), "warnings": tuple(warnings)}
@@ -113,16 +118,6 @@ def _ruin(now: Progress, after: float | None) -> list[str]:
     if now.evaluated == now.step and not math.isfinite(now.eval_loss):
         return [f"the loss of the last evaluation is {now.eval_loss}"]
     return [f"after the last step the loss of a batch is {after}"] if after and not math.isfinite(after) else []
-
-
-def _way_back(run: Ready, now: Progress) -> str:
-    """How to continue after a run that was ruined."""
-    others = run.earlier.checkpoints.others(now.step)
-    again = f"resume from one of the checkpoints of {others} with --continue STEP" if others else "start again"
-    return (
-        f"Lower --learning-rate, or raise --warmup, and {again}. To get this model all the same, use --continue "
-        "--export-anyway"
-    )
 
 
 def all_finite(values: np.ndarray) -> bool:

@@ -224,15 +224,15 @@ def _shortage(search: Search, alternatives: Sequence[Alternative], others: Seque
     if nearest is None:
         return f"--fit: no setting of this run can be planned in {shown(room.free_bytes)}: leave --fit out to see why"
     cost, advice = nearest.cost, ""
-    needs = [_need(cost.num_bytes, room.free_bytes, "")] if cost.num_bytes > room.free_bytes else []
-    needs += [_need(cost.host_bytes, room.host_bytes, " of the host")] if cost.host_bytes > room.host_bytes else []
+    sizes = ((cost.num_bytes, room.free_bytes, ""), (cost.host_bytes, room.host_bytes, " of the host"))
+    needs = [
+        f"{shown(size)}{of}, {shown(free)} are free, {shown(size - free)} are missing"
+        for size, free, of in sizes
+        if size > free
+    ]
     other = search.nearest(others) if len(others) > len(alternatives) else None
     if other is not None and not room.missing(other.cost):
         advice = f": --fit-may {','.join(ALL_MAY)} allows one that does"
     elif not search.terms.given.isdisjoint(SIZES) and search.spec.batch_size > 1:
         advice = ": --global-batch-size in place of --batch-size and --grad-accumulation leaves the micro-batch open"
     return f"--fit: no setting fits: the nearest, {nearest.flags}, needs {' and '.join(needs)}{advice}"
-
-
-def _need(num_bytes: int, free: int, of: str) -> str:
-    return f"{shown(num_bytes)}{of}, {shown(free)} are free, {shown(num_bytes - free)} are missing"

@@ -74,33 +74,25 @@ class Schedule:
         return 1 - (1 - self.final) * p if self.shape == "linear" else 1.0
 
 
-def num_steps(options: ScheduleOptions, num_windows: int | None, windows_per_step: int) -> int:
-    """Updates of the run: --steps, or as many as cover --epochs passes over the windows of the training data.
-
-    `num_windows` None: not known. UsageError if --epochs asks for them then, or for more steps than can be counted.
-    """
-    if options.steps is not None:
-        return options.steps
-    assert options.epochs is not None
-    if num_windows is None:
-        raise UsageError(f"--epochs {options.epochs:g} of a stream, whose length is not known: set --steps instead")
-    # As written, not as the nearest binary fraction: 0.1 epochs of 1000 windows are 100 windows.
-    windows = Fraction(repr(options.epochs)) * num_windows
-    steps = max(math.ceil(windows / windows_per_step), 1)
-    if steps > LARGEST_STEP:
-        raise UsageError(
-            f"--epochs {options.epochs:g} of {num_windows} sequences are {steps} steps, and the most are "
-            f"{LARGEST_STEP}: use fewer"
-        )
-    return steps
-
-
 def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int, start: int = 0) -> Schedule:
-    """The schedule of a run over `num_windows` training windows, which began at step `start`.
+    """The schedule of a run that began at step `start`: of --steps, or as many as cover --epochs passes over the windows
+    of the training data, None where these are not known.
 
-    UsageError if warmup and cooldown do not fit.
+    UsageError if --epochs asks for them then, or for more steps than can be counted, or if warmup and cooldown do not
+    fit.
     """
-    steps = num_steps(options, num_windows, windows_per_step)
+    if (steps := options.steps) is None:
+        assert options.epochs is not None
+        if num_windows is None:
+            raise UsageError(f"--epochs {options.epochs:g} of a stream, whose length is not known: set --steps instead")
+        # As written, not as the nearest binary fraction: 0.1 epochs of 1000 windows are 100 windows.
+        windows = Fraction(repr(options.epochs)) * num_windows
+        steps = max(math.ceil(windows / windows_per_step), 1)
+        if steps > LARGEST_STEP:
+            raise UsageError(
+                f"--epochs {options.epochs:g} of {num_windows} sequences are {steps} steps, and the most are "
+                f"{LARGEST_STEP}: use fewer"
+            )
     own = max(steps - start, 0)
     problems = list(options.too_short(own)) if own else []
     if problems:

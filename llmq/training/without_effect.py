@@ -26,10 +26,6 @@ class Idle:
     why: str
 
 
-def _is_alone(run: Ready) -> bool:
-    return run.plan.spec.sharding.size == 1
-
-
 def _on_cpu(run: Ready) -> bool:
     return run.device.kind == "cpu"
 
@@ -42,21 +38,13 @@ def _never_evaluates(run: Ready) -> bool:
     return not run.options["eval_every_n_steps"]
 
 
-def _is_hosted(run: Ready, *spaces: str) -> bool:
-    return not set(spaces).isdisjoint(run.plan.spec.memory.host)
-
-
-def _reads_trained_fp8(run: Ready) -> bool:
-    return any(is_quant(row, run.plan.spec.precision) for row in run.plan.rows)
-
-
 TABLE = (
     Idle(
         (
             *("zero_level", "shard_gradients", "shard_weights", "reduce_dtype", "all_to_all_reduce"),
             *("gradient_compression", "memcpy_all_gather", "memcpy_send_recv"),
         ),
-        _is_alone,
+        lambda run: run.plan.spec.sharding.size == 1,
         "in a run of one process",
     ),
     Idle(
@@ -76,12 +64,12 @@ TABLE = (
     ),
     Idle(
         ("use_zero_copy",),
-        lambda run: not _is_hosted(run, "master", "m", "v", "grad"),
+        lambda run: {"master", "m", "v", "grad"}.isdisjoint(run.plan.spec.memory.host),
         "without optimizer states or gradients on the host: --offload-optimizer",
     ),
     Idle(
         ("offload_quants", "persistent_quants"),
-        lambda run: not _reads_trained_fp8(run),
+        lambda run: not any(is_quant(row, run.plan.spec.precision) for row in run.plan.rows),
         "without e4m3 matmuls of weights that are trained: --matmul-dtype e4m3",
     ),
     Idle(

@@ -18,7 +18,7 @@ from llmq.errors import StorageError
 from llmq.hardware.device import CPU
 from llmq.hardware.nvml import Reading
 from llmq.options.commands import BenchOptions
-from llmq.training.facts import Facts
+from llmq.training.ready import Facts
 
 PEAKS = {"fp32": 1e12, "bf16": 2e12}
 READINGS = (

@@ -16,7 +16,7 @@ from llmq.hardware import device
 from llmq.options.parse import Options
 from llmq.plan import precision
 from llmq.plan.plan import make_plan
-from llmq.training.facts import Facts
+from llmq.training.ready import Facts
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "memory.md"

@@ -31,7 +31,7 @@ from llmq.plan.remedies import (
     with_fitting_chunks,
 )
 from llmq.tensor import Ref
-from llmq.training.facts import Facts
+from llmq.training.ready import Facts
 
 SCRATCH = 1 << 20
 

@@ -23,8 +23,8 @@ from llmq.options.run import SystemOptions
 from llmq.plan.plan import make_plan
 from llmq.plan.remedies import Terms, changes, typed
 from llmq.training import fit
-from llmq.training.facts import Facts
 from llmq.training.fit import fitted
+from llmq.training.ready import Facts
 
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
 CONTEXT = cards.CONTEXT_BYTES

@@ -15,7 +15,7 @@ from llmq.hardware import device
 from llmq.options.parse import Options
 from llmq.plan import precision
 from llmq.plan.plan import make_plan
-from llmq.training.facts import Facts
+from llmq.training.ready import Facts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 STEP = 524_288

@@ -7,7 +7,7 @@ import pytest
 
 from llmq.errors import UsageError
 from llmq.options.maths import ScheduleOptions
-from llmq.training.schedule import Schedule, make_schedule, num_steps
+from llmq.training.schedule import Schedule, make_schedule
 
 SHAPES = ["cosine", "linear", "constant", "wsd"]
 
@@ -92,7 +92,6 @@ def test_short_runs(shape):
 )
 def test_number_of_steps(given, windows, per_step, steps):
     options = ScheduleOptions(**given)
-    assert num_steps(options, windows, per_step) == steps
     assert make_schedule(options, windows, per_step).steps == steps
 
 
@@ -127,4 +126,4 @@ def test_warmup_and_cooldown_must_fit_into_the_epochs():
 
 def test_more_steps_than_can_be_counted_are_refused():
     with pytest.raises(UsageError, match="the most are 2147483647: use fewer"):
-        num_steps(ScheduleOptions(epochs=1e9), 1000, 4)
+        make_schedule(ScheduleOptions(epochs=1e9), 1000, 4)

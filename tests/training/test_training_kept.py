@@ -28,7 +28,7 @@ from llmq.files.checkpoint import load
 from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.screen import unreported
-from llmq.training import earlier_run
+from llmq.training import ready
 from llmq.training import train as training
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
@@ -313,7 +313,7 @@ def test_a_checkpoint_of_an_earlier_release_goes_on_with_the_same_bits(given, mo
         state["options"] |= {"lr_schedule": "cosine", "final_lr_fraction": 1.0}
         return {**state, "applied": 5}, read
 
-    monkeypatch.setattr(earlier_run, "load", earlier)
+    monkeypatch.setattr(ready, "load", earlier)
     parts = llmq.train(**{**given, **KEEP, "continue": 5, "overwrite": True})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
     assert "Changed since then: --lr-schedule cosine to constant" in said(given)
