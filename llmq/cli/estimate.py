@@ -49,8 +49,8 @@ command = click.Command(
     params=_options(),
     callback=_estimate,
     context_settings=shell.SETTINGS,
-    help="Plan a run on a card that need not be here, without data: bytes by segment, the largest slots at the moment "
-    "that needs most, host memory, disk, and a modelled step time. Nothing but the model's config.json is "
+    help="Plan a run on a card that need not be here, without data: bytes by segment, "
+    "host memory, disk, and a modelled step time. Nothing but the model's config.json is "
     "downloaded. The exit code is 4 where the run does not fit.",
     epilog="Example: llmq-estimate --model Qwen/Qwen2.5-7B --gpu 'RTX 4090' --batch-size 1 --recompute-block",
 )

@@ -1,10 +1,8 @@
-"""What a run would take on a card: the plan that training runs, by segment and by slot, and a predicted step time."""
+"""What a run would take on a card: the plan that training runs, by segment, and a predicted step time."""
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from llmq.backends.opening import open_backend
 from llmq.data.batches.batch import step_of
@@ -21,7 +19,6 @@ from llmq.hardware.device import Device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan import memory, precision
-from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
@@ -29,8 +26,6 @@ from llmq.screen import StartTask, unshown
 from llmq.tensor import DTYPES
 from llmq.training.fit import Fit, fitted, with_longest
 from llmq.training.ready import Facts
-
-MOST_SLOTS = 12  # that are listed, the largest
 
 
 def estimate(options: Options, *, longest: bool = False, start_task: StartTask = unshown) -> Iterator[str]:
@@ -80,17 +75,6 @@ def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
     yield f"  {'all':<12}{plan.total_bytes / MIB:>14,.1f}{plan.host_bytes / MIB:>14,.1f}"
     limited = "" if where.limit_bytes is None else f" within --memory-limit {shown(where.limit_bytes)}"
     yield f"  of {free} that an idle {card.name} has free{limited}"
-    program = max(plan.programs.values(), key=lambda one: one.live_bytes["device"])
-    index, alive = fullest(program)
-    yield (
-        f"Most activations are alive in {program.name} at call {index + 1} of {len(program.calls)}, "
-        f"{program.calls[index].op}: {shown(sum(size for _, size in alive.values()))}"
-    )
-    largest = sorted(alive.items(), key=lambda one: -one[1][1])
-    for name, (count, size) in largest[:MOST_SLOTS]:
-        yield f"  {name:<50}{count:>4} x{size / count / MIB:>12,.1f} MiB"
-    if rest := largest[MOST_SLOTS:]:
-        yield f"  {f'{len(rest)} others':<50}{'':>6}{sum(size for _, (_, size) in rest) / MIB:>12,.1f} MiB"
     pieces = [Piece(name, one.whole, DTYPES[one.dtype]) for name, one in plan.saved().items()]
     model = num_parameters(rows) * DTYPES["bf16"].itemsize
     yield f"On disk: a checkpoint {shown(checkpoint_bytes(pieces))}, the model in bf16 {shown(model)}"
@@ -106,24 +90,3 @@ def _predicted(plan: Plan, where: Device, micro_steps: int) -> str:
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
         f"shares of the card's peaks that an H200 sustains{assumed(where)}"
     )
-
-
-def fullest(program: Program) -> tuple[int, Mapping[str, tuple[int, int]]]:
-    """The call of a program at which most bytes of the device are alive, and what is: by slot, with `*` for a layer's
-    number, how many there are, and their bytes."""
-    living: set[str] = set()
-    now = most = best = 0
-    then: frozenset[str] = frozenset()
-    for index in range(len(program.calls)):
-        born = [name for name in program.births.get(index, ()) if program.places[name].home == "device"]
-        living |= {*born}
-        now += sum(program.places[name].size for name in born)
-        if now > most:
-            most, best, then = now, index, frozenset(living)
-        died = living & {*program.deaths.get(index, ())}
-        living -= died
-        now -= sum(program.places[name].size for name in died)
-    found: dict[str, list[int]] = defaultdict(list)
-    for name in then:
-        found[re.sub(r"\b\d+(?=[./])", "*", name.partition("/")[2] or name)].append(program.places[name].size)
-    return best, {name: (len(sizes), sum(sizes)) for name, sizes in found.items()}

@@ -1,21 +1,32 @@
 """Hooks of the training loop: what is called at the moments of a run, what it sees then, and what it may ask for.
 
 A hook sees a `RunView`, which is frozen, and asks by what it returns. All ranks have the same hooks, which must ask for
-the same on each of them.
+the same on each of them. Here are those that write the log, the one of Python's callers, and a method of adaptation's.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import timedelta
 from enum import Flag
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from llmq.backends import Backend
 from llmq.data.batches.batch import Batch
+from llmq.disk import MIB
 from llmq.engine.engine import Engine
+from llmq.errors import INTERRUPTED, TERMINATED, UsageError
+from llmq.hardware import nvml
+from llmq.hardware.device import Device
+from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
-from llmq.training.records import EvalRecord, TrainRecord, TrainResult
+from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, TrainResult
 
 Watch = Callable[[TrainRecord | EvalRecord], None]
 
@@ -115,3 +126,124 @@ class MethodHook(Hook):
         """What belongs to the update."""
         if (text := run.engine.plan.tracked.after_update(run.engine, run.progress.step + 1)) is not None:
             self._say(text)
+
+
+REASONS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
+
+
+class LogHook(Hook):
+    """Writes steps, evaluations and checkpoints, and how the run ended, with `resume`, which says how it goes on; and
+    measures how fast it is, from the time when it `began`."""
+
+    def __init__(self, log: RunLog, began: float, resume: str, *, is_saved: bool) -> None:
+        self._log, self._began, self._resume, self._is_saved = log, began, resume, is_saved
+        self._first_step_s = math.nan
+        self.speeds: list[float] = []  # of the steps, in tokens per second
+
+    def after_step(self, run: RunView, record: TrainRecord) -> None:
+        """The step, where it gets a line."""
+        self.speeds.append(record.tps)
+        if len(self.speeds) == 1:
+            self._first_step_s = time.perf_counter() - self._began
+        if self._log.due(record.step, last=run.is_last) or not record.applied:
+            self._log.train(record)
+
+    def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
+        """The evaluation."""
+        if record is not None:
+            self._log.evaluation(record)
+
+    def on_save(self, run: RunView, path: Path, step: int) -> None:
+        """The checkpoint."""
+        self._is_saved = True
+        self._log.say(f"Checkpoint: {path}")
+        self._log.record("checkpoint", step=step, path=str(path))
+
+    def on_end(self, run: RunView, result: TrainResult) -> None:
+        """How the run ended: what it came to, or how it resumes."""
+        if (reason := REASONS.get(result.exit_code)) is not None:
+            resume = f"Resume with:\n  {self._resume}" if self._is_saved else "Nothing is saved: start again."
+            self._log.say(f"Stopped after step {result.steps}. {resume}", least=SUMMARY)
+            self._log.end(reason)
+            return
+        parts = [f"training loss {result.train_loss:.4f}"]
+        parts += [f"evaluation loss {result.eval_loss:.4f}"] if math.isfinite(result.eval_loss) else []
+        parts += [f"{result.tokens_per_second:,.0f} tokens/s"] if math.isfinite(result.tokens_per_second) else []
+        took = timedelta(seconds=round(time.perf_counter() - self._began))
+        self._log.say(f"{result.steps:,} steps in {took}: {', '.join(parts)}", least=SUMMARY)
+        losses = {"train_loss": result.train_loss, "eval_loss": result.eval_loss}
+        self._log.end("failed" if result.exit_code else "finished", result.warnings, **losses)
+
+    def result(self, now: Progress, light_s: float, **about: Any) -> TrainResult:
+        """The run's metrics; the first step is left out of the speed where there are others.
+
+        `light_s` are seconds for a token at the speed of light.
+        """
+        steady = self.speeds[1:] or self.speeds
+        speed = float(np.median(steady)) if steady else math.nan
+        return TrainResult(
+            steps=now.step,
+            train_loss=now.train_loss,
+            eval_loss=now.eval_loss,
+            tokens_per_second=speed,
+            sol=light_s * speed if steady else None,
+            first_step_s=self._first_step_s,
+            log_path=self._log.path,
+            **about,
+        )
+
+
+class BackendHook(Hook):
+    """Writes what the device's backend has to say once its kernels have run: after the first step."""
+
+    def __init__(self, backend: Backend, log: RunLog) -> None:
+        self._backend, self._log, self._is_done = backend, log, False
+
+    def after_step(self, run: RunView, record: TrainRecord) -> None:
+        """Its notices, and the algorithms that decide the run's bits."""
+        if self._is_done:
+            return
+        self._is_done = True
+        for text in self._backend.notices:
+            self._log.notice(text)
+        if self._backend.algorithms:
+            self._log.record("algorithms", **self._backend.algorithms)
+
+
+class GpuWatch(Hook):
+    """Readings of the GPU every N steps (`--log-gpu-util`), one at a time; `write` gets their records.
+
+    NVML is read in a thread of its own while the step runs: what it says between two steps is that of an idle GPU, and
+    counting PCIe traffic takes it 40 ms. Nothing waits for the reading but the end of its step.
+    """
+
+    def __init__(self, where: Device, every: int, write: Callable[[GpuRecord], None]) -> None:
+        """UsageError if there is no GPU to read, or nothing that reads it; 0 steps ask for nothing."""
+        self._every, self._write = every, write
+        self._uuid = where.gpu.uuid if where.gpu else None
+        self._reading: nvml.Background | None = None
+        if not every or where.planned:
+            return
+        if self._uuid is None:
+            raise UsageError(f"--log-gpu-util {every} needs a GPU, and this run is on the CPU: leave it out")
+        if nvml.read(self._uuid) is None:
+            raise UsageError(
+                f"--log-gpu-util {every} needs NVML, which does not answer for this GPU: pip install nvidia-ml-py, or "
+                "leave it out"
+            )
+
+    def during_step(self, run: RunView) -> None:
+        """Starts a reading if the step gets one: the GPU works on the step from here on."""
+        if self._every and (run.progress.step + 1) % self._every == 0:
+            assert self._uuid is not None
+            self._reading = nvml.Background(self._uuid, traffic=True)
+
+    def after_step(self, run: RunView, record: TrainRecord) -> None:
+        """Writes the reading of this step, once it is there; what NVML did not say is None."""
+        if self._reading is None:
+            return
+        found, self._reading = self._reading.stop(), None
+        reading = found[0] if found else nvml.Reading()
+        used = None if reading.used_bytes is None else reading.used_bytes / MIB
+        same = {one.name: getattr(reading, one.name) for one in fields(GpuRecord) if hasattr(reading, one.name)}
+        self._write(GpuRecord(record.step, used_mib=used, **same))

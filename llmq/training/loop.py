@@ -18,15 +18,13 @@ from llmq.files.writers import Saver
 from llmq.plan.plan import Plan
 from llmq.training.evaluation import evaluate
 from llmq.training.finish import export_all
-from llmq.training.fp8_watch import Fp8Watch, carried
-from llmq.training.hooks import Ask, Hook, MethodHook, RunView
+from llmq.training.fp8 import Fp8Watch, carried
+from llmq.training.hooks import Ask, BackendHook, Hook, LogHook, MethodHook, RunView
 from llmq.training.interrupt import Interrupt
-from llmq.training.loading import begin
-from llmq.training.log_hooks import BackendHook, LogHook
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord, TrainResult
 from llmq.training.samples import SampleHook
-from llmq.training.saving import RunCheckpoints
+from llmq.training.saving import RunCheckpoints, begin
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 

@@ -34,12 +34,12 @@ from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import Report
-from llmq.training import auto
 from llmq.training.describe import describe, describe_dry, level_lines
 from llmq.training.exports import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
 from llmq.training.fit import NUMBERS, Fit, fitted, taken
+from llmq.training.fp8 import timed_sites
+from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
-from llmq.training.log_hooks import GpuWatch
 from llmq.training.ranks import Ranks
 from llmq.training.ready import EarlierRun, Facts, Ready, Replan, checkpoint_slices
 from llmq.training.samples import SamplePrompts, open_samples
@@ -65,15 +65,6 @@ class Start:
     is_dry: bool
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a run, what plans it with other dtypes, and what timing chose for each site."""
-
-    plan: Plan
-    replan: Replan
-    matmuls: Mapping[str, str]
-
-
 def is_dry(options: RunOptions) -> bool:
     """Whether the run is a dry one, which writes nothing."""
     return options.dry_run
@@ -94,8 +85,8 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     backend = _open_backend(start)
     fit = _fit(start, facts, trains.data, backend)
     trains = replace(trains, data=fit.resized(trains.data))
-    planned = _plan(start, fit, facts, trains.data, backend)
-    run, given = _ready(start, fit, trains, samples, backend, planned), minimal(fit.options)
+    plan, replan, matmuls = _plans(start, fit, facts, trains.data, backend)
+    run, given = _ready(start, fit, trains, samples, backend, plan, replan), minimal(fit.options)
     for notice in without_effect(run, given):
         log.notice(notice)
     rebuilt = rebuilt_warning(trains.tokenizer, trains.config.family.model_type)
@@ -103,7 +94,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
         log.warn(warning)
     _check_memory(run, facts, fit.options)
     needs = _check_disk(run)
-    describe(run, given, planned.matmuls)
+    describe(run, given, matmuls)
     if start.is_dry:
         describe_dry(run, needs)
     elif ranks.is_first:
@@ -228,8 +219,10 @@ def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:
     return found
 
 
-def _plan(start: Start, fit: Fit, facts: Facts, data: Data, backend: Backend) -> Planned:
-    """The plan of the options that were chosen, once it is known what timing chooses."""
+def _plans(
+    start: Start, fit: Fit, facts: Facts, data: Data, backend: Backend
+) -> tuple[Plan, Replan, Mapping[str, str]]:
+    """The plan of the options that were chosen, what plans them with other dtypes, and what timing chose by site."""
     dtypes, is_timed = _resolve_precision(start, fit.options, facts.config)
     spec = facts.spec(fit.options, dtypes)
 
@@ -244,16 +237,16 @@ def _plan(start: Start, fit: Fit, facts: Facts, data: Data, backend: Backend) ->
     plan, matmuls = replan(dtypes, 0), {}
     if is_timed:
         with start.log.task("Timing matmuls") as report:
-            dtypes, timing = auto.choose(plan.spec, data.grad_accumulation, backend, report)
+            dtypes, timing = timed_sites(plan.spec, data.grad_accumulation, backend, report)
         plan, matmuls = replan(dtypes, 0), timing.rows(dtypes.model)
-    return Planned(plan, replan, matmuls)
+    return plan, replan, matmuls
 
 
 def _ready(
-    start: Start, fit: Fit, trains: RunData, samples: SamplePrompts | None, backend: Backend, planned: Planned
+    start: Start, fit: Fit, trains: RunData, samples: SamplePrompts | None, backend: Backend, plan: Plan, replan: Replan
 ) -> Ready:
     """The run, with where its results go, and notices on the base of an adapter."""
-    options, plan, source, log = fit.options, planned.plan, start.source, start.log
+    options, source, log = fit.options, start.source, start.log
     exports = open_exports(options, source, trains, plan, start.values, replaces=start.earlier.replaces_model)
     for notice in adapters.base_notes(options.adapters, source, plan.held_base, start.seed):
         log.notice(notice)
@@ -269,7 +262,7 @@ def _ready(
         schedule=trains.schedule,
         samples=samples,
         plan=plan,
-        replan=planned.replan,
+        replan=replan,
         watching=precision.watching(options.precision),
         gpu=GpuWatch(start.device, log.gpu_every, log.gpu),
         options=options.to_flat(),

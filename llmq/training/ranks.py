@@ -67,10 +67,6 @@ class Ranks:
         """What each rank gives, in order; what JSON can hold."""
         return [value] if self.world.size == 1 else self.world.gather(value)
 
-    def least(self, value: int) -> int:
-        """The smallest that any rank gives."""
-        return min(self.all_of(value))
-
     def check_same(self, options: Options) -> None:
         """UsageError, on all ranks, that names the options that one of them has and the first one has not."""
         mine = {key: value for key, value in options.to_flat().items() if key not in OF_ONE_RANK}

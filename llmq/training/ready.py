@@ -1,7 +1,4 @@
-"""What is known of a run before memory is allocated: what an earlier one left, what plans depend on, the run made ready.
-
-A run that is ready says what it computes and with what, and where its results go.
-"""
+"""What is known of a run before memory is allocated: what an earlier one left, what is planned, the run made ready."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ from llmq.plan.precision import Precision, Watching
 from llmq.plan.spec import Completions, Spec, regularization
 from llmq.row import Row
 from llmq.tensor import DTYPES
+from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
-from llmq.training.log_hooks import GpuWatch
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
 from llmq.training.samples import SamplePrompts

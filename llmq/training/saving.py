@@ -1,27 +1,36 @@
-"""The checkpoints of a run: when one is due, what it says of the run beside its progress, and the newest that is there.
+"""The state of a run on the disk: what a run begins with, when it is saved, and what a checkpoint says of the run.
 
-How the run that continues one differs is told from what it says.
+How the run that continues a checkpoint differs is found out from that. To load a large model, or a checkpoint, takes
+minutes: a run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from llmq.comm.environment import TRAIN
+import numpy as np
+
 from llmq.data.batches.loader import Data
+from llmq.data.stream import Stopped
 from llmq.disk import shown
+from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError, StorageError
 from llmq.files.checkpoint import EVAL_LOSS, check_same
+from llmq.files.manifest import Reader
+from llmq.files.tensor_files import ByteCount
 from llmq.files.writers import Keep, Saver, Snapshot
 from llmq.hardware import device
 from llmq.options.parse import changed
 from llmq.plan.plan import Plan
+from llmq.row import Row
+from llmq.screen import counted
 from llmq.training.hooks import Hook, RunView
+from llmq.training.interrupt import Interrupt
 from llmq.training.progress import Progress
 from llmq.training.ready import Ready, checkpoint_bytes_of, checkpoint_slices
 
@@ -118,10 +127,10 @@ def saver_of(run: Ready) -> Saver:
 
 def state_of(run: Ready, plan: Plan) -> dict[str, Any]:
     """What a checkpoint keeps of a run under a plan, for the one that continues it."""
-    dtypes, data, ranks = plan.spec.precision, run.data, run.ranks
+    dtypes, data = plan.spec.precision, run.data
     return {
         "options": dict(run.options),
-        "ran_as": {"ranks": data.world, "start": list(ranks.start), "rows": data.samples_per_step},
+        "ran_as": {"ranks": data.world, "rows": data.samples_per_step},
         "must_match": must_match(run, plan),
         "row_layout": data.layout.kind,
         "algorithms": run.backend.algorithms,
@@ -154,25 +163,59 @@ def check_continues(run: Ready, saved: Mapping[str, Any]) -> None:
 
 
 def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) -> list[str]:
-    """How the run that continues a checkpoint differs: options, ranks and rows per step, with flags that keep these."""
+    """How the run that continues a checkpoint differs: options, ranks and rows per step."""
     found = changed(saved["options"], options)
-    before = saved.get("ran_as", {})  # earlier releases do not say it
-    ranks, rows = before.get("ranks", data.world), before.get("rows", data.samples_per_step)
-    if ranks != data.world:
-        start = shlex.join(before["start"]).removesuffix(" --")
-        alone = start if ranks == 1 else f"--gpus={ranks}"
-        how = alone if tuple(before["start"]) == TRAIN else start
-        found.append(f"ranks {ranks} to {data.world} ({how} keeps {ranks})")
-    if rows != data.samples_per_step:
-        found.append(f"rows per step {rows} to {data.samples_per_step} ({_keeping(rows, options, data)})")
-    return found
+    sizes = {"ranks": data.world, "rows": data.samples_per_step}
+    before = sizes | saved.get("ran_as", {})  # earlier releases do not say it
+    names = {"ranks": "ranks", "rows": "rows per step"}
+    return found + [f"{name} {before[key]} to {sizes[key]}" for key, name in names.items() if before[key] != sizes[key]]
 
 
-def _keeping(rows: int, options: Mapping[str, Any], data: Data) -> str:
-    """Flags with which a step has these many rows on these ranks: `--batch-size=2 --grad-accumulation=4 keep 8`."""
-    sizes = (size for size in range(data.batch_size, 0, -1) if rows % (size * data.world) == 0)
-    if (size := next(sizes, None)) is None:
-        return f"no flags keep {rows} on {data.world} ranks"
-    accumulated = f"--grad-accumulation={rows // (size * data.world)}"
-    step = accumulated if options["global_batch_size"] is None else f"--global-batch-size={rows}"
-    return f"--batch-size={size} {step} keep {rows}"
+def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrupt) -> None:
+    """Loads into the engine and the hooks what the run begins with, and opens the log's file."""
+    earlier, log, num_steps = run.earlier, run.log, run.schedule.steps
+    if earlier.reader is None:
+        _load_weights(run, engine, interrupt)
+        log.begin(num_steps=num_steps)
+        return
+    check_continues(run, earlier.state["must_match"])
+    for hook in hooks:
+        if hook.key in earlier.state:
+            hook.resume(earlier.state[hook.key])
+    _restore(run, engine, interrupt, earlier.reader)
+    log.begin(resume_step=earlier.step, num_steps=num_steps)
+    log.notice(f"Continued from {earlier.path}")
+    if differs := changes(earlier.state, run.options, run.data):
+        log.notice(f"Changed since then: {', '.join(differs)}")
+
+
+def _load_weights(run: Ready, engine: Engine, interrupt: Interrupt) -> None:
+    rows, start = run.plan.rows, time.perf_counter()
+    title = f"{'Drawing weights of' if run.source.from_scratch else 'Loading model from'} {run.source.place}"
+
+    def values() -> Iterator[tuple[Row, np.ndarray]]:
+        for value in run.values(rows):
+            if interrupt:
+                raise Stopped
+            yield value
+
+    with run.log.task(title) as report:
+        engine.load(counted(values(), len(rows), report))
+    run.log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
+
+
+def _restore(run: Ready, engine: Engine, interrupt: Interrupt, reader: Reader) -> None:
+    """The state of a checkpoint; moments are zero if the optimizer begins again."""
+    moments = run.plan.moment_names if "optimizer" in run.earlier.checkpoints.resets else ()
+    one_memory = reader.in_one_memory()
+    with run.log.task(f"Reading {reader.path}", words=shown) as report:
+        work = ByteCount(checkpoint_bytes_of(run.plan), report)
+
+        def read(name: str, *box: tuple[int, ...]) -> np.ndarray:
+            if interrupt:
+                raise Stopped
+            value = one_memory(name, *box)
+            work.moved(value.nbytes)
+            return np.zeros_like(value) if name in moments else value
+
+        engine.restore(read, run.frozen(run.plan))

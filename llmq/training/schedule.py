@@ -75,8 +75,8 @@ class Schedule:
 
 
 def make_schedule(options: ScheduleOptions, num_windows: int | None, windows_per_step: int, start: int = 0) -> Schedule:
-    """The schedule of a run that began at step `start`: of --steps, or as many as cover --epochs passes over the windows
-    of the training data, None where these are not known.
+    """The schedule of a run that began at step `start`: of --steps, or as many as cover --epochs passes over the
+    windows of the training data, None where these are not known.
 
     UsageError if --epochs asks for them then, or for more steps than can be counted, or if warmup and cooldown do not
     fit.

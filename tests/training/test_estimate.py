@@ -13,7 +13,6 @@ from llmq.engine import advice
 from llmq.hardware import cards
 from llmq.plan.memory import Memory
 from llmq.training import fit
-from llmq.training.estimate import fullest
 
 SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
 SIZES = ("--batch-size=2", "--seq-len=16", "--grad-accumulation=2", "--model-dtype=bf16")
@@ -71,15 +70,6 @@ def test_the_tensors_of_a_plan_that_does_not_fit_are_listed(estimated, model, tm
 def test_a_rank_of_many_holds_its_share(estimated, model):
     code, said = estimated(model, *SIZES, "--gpu=H200", "--gpus=4", "--zero-level=3")
     assert code == 0 and "each of 4 GPUs" in said.out and "A step of 256 tokens" in said.out
-
-
-def test_what_is_alive_at_the_fullest_call_is_the_peak():
-    for memory in (Memory(), Memory(("recompute_block",), offload=("residual",))):
-        program = plan_of(memory=memory).programs["first"]
-        index, alive = fullest(program)
-        assert sum(size for _, size in alive.values()) <= program.live_bytes["device"]
-        assert sum(size for _, size in alive.values()) >= 0.9 * program.live_bytes["device"]
-        assert 0 <= index < len(program.calls) and any("*" in name for name in alive)
 
 
 FLAGS = ("--gpu=H200", "--model-dtype=bf16", "--no-deterministic", "--recompute-block")

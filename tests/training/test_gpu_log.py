@@ -15,7 +15,7 @@ from llmq.hardware.cuda_driver import Gpu
 from llmq.hardware.device import CPU, Device
 from llmq.report.read import read_log
 from llmq.report.wandb import _history
-from llmq.training.log_hooks import GpuWatch
+from llmq.training.hooks import GpuWatch
 from llmq.training.progress import Progress
 from llmq.training.records import GpuRecord, gpu_line
 

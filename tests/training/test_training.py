@@ -32,8 +32,8 @@ from llmq.files.checkpoint import load
 from llmq.files.source import initial_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
-from llmq.training import auto, fp8_watch, prepare
-from llmq.training.fp8_watch import CopyError
+from llmq.training import fp8, prepare
+from llmq.training.fp8 import CopyError
 from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
 
@@ -277,7 +277,7 @@ def test_a_site_falls_back_and_a_continued_run_knows(given, monkeypatch):
 def test_a_fallback_that_does_not_fit_is_refused(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down"])
     tight = lambda plan, room: lacking(plan, Limits(plan.total_bytes - 1))  # noqa: E731
-    monkeypatch.setattr(fp8_watch, "lacking", tight)
+    monkeypatch.setattr(fp8, "lacking", tight)
     result = llmq.train(**{**given, **FALLS, "fp8_fallback": True})
     texts = [event["text"] for event in read_log(result.log_path).events if event["type"] == "notice"]
     assert any(text.startswith("layers.0.mlp.down cannot leave fp8: the run needs") for text in texts)
@@ -297,7 +297,7 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
         ms = 10 + sum(ms for site, ms in sites.items() if f"layers.0.{site}" not in spec.precision.wide)
         return SimpleNamespace(micro_batch_ms=ms)
 
-    monkeypatch.setattr(auto, "measure", gains)
+    monkeypatch.setattr(fp8, "measure", gains)
     whole = llmq.train(**{**given, **AUTO, "name": "whole"})
     assert len(timed) == 6
     log = read_log(whole.log_path)
@@ -308,7 +308,7 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
     same = llmq.train(**{**given, **wide, "name": "same"})
     assert weights_of(same.checkpoint_path) == weights_of(whole.checkpoint_path)
     llmq.train(**{**given, **AUTO, "steps": 7})
-    monkeypatch.setattr(auto, "measure", lambda *where, **run: pytest.fail("timed again"))
+    monkeypatch.setattr(fp8, "measure", lambda *where, **run: pytest.fail("timed again"))
     parts = llmq.train(**{**given, **AUTO, "continue": 5, "overwrite": True})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
@@ -316,13 +316,13 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
 @pytest.mark.slow
 def test_auto_without_a_gain_is_bf16(given, monkeypatch):
     """What is timed is real; by how much the first, without fp8, is the faster is not left to a busy machine."""
-    real, spent = auto.measure, []
+    real, spent = fp8.measure, []
 
     def measure(*where, **run):
         spent.append(real(*where, **run).micro_batch_ms)
         return SimpleNamespace(micro_batch_ms=1.0 if len(spent) == 1 else 1.0 + spent[-1])
 
-    monkeypatch.setattr(auto, "measure", measure)
+    monkeypatch.setattr(fp8, "measure", measure)
     timed = llmq.train(**{**given, **AUTO, "name": "auto"})
     assert len(spent) == 5 and min(spent) > 0
     wide = llmq.train(**{**given, **FP8, "matmul_dtype": "bf16", "name": "wide"})

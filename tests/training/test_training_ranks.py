@@ -97,7 +97,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
     given = {**given, "global_batch_size": 6}
     train(given, after, "whole", lr_schedule="constant", warmup=0)
     train(given, before, "parts", steps=4, lr_schedule="constant", warmup=0, zero_level=1 if before == after else 3)
-    train(given, after, "parts", lr_schedule="constant", warmup=0, **{"continue": "newest", "overwrite": False})
+    again = {"continue": "newest", "overwrite": False}
+    _, said = train(given, after, "parts", lr_schedule="constant", warmup=0, **again)
+    assert (f", ranks {before} to {after}\n" in said) == (before != after)
     whole, parts = (exported(name) for name in ("whole", "parts"))
     for key, value in whole.items():
         np.testing.assert_allclose(parts[key], value, **ROOM)

@@ -1,14 +1,19 @@
-"""Readings of fp8 copies: what they say, whom they warn of, and how a run goes on without a site in fp8."""
+"""Sites in fp8: what timing chooses; readings of their copies, whom they warn of, how a run goes on without a site."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, FP8_HEAD, batch, bits, engine_of, plan_of, tiny, train_steps
 
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import layer_maps
 from llmq.plan.memory import Memory
-from llmq.plan.precision import Watching
-from llmq.training.fp8_watch import PATIENCE, CopyError, carried, due, judge, summary
+from llmq.plan.precision import block_sites
+from llmq.plan.spec import Spec
+from llmq.training import fp8
+from llmq.training.fp8 import PATIENCE, CopyError, carried, judge, summary, timed_sites
 
 DELAYED = FP8["e4m3", "delayed"]
 
@@ -83,8 +88,6 @@ def test_readings_in_words_and_numbers():
 
 
 def test_a_site_is_named_once_when_it_stays_low():
-    assert [due(Watching(every=10), step) for step in (0, 5, 10)] == [True, False, True]
-    assert not due(Watching(), 0)
     low, fine = (CopyError("x@e4m3", ("a", "b"), 1, snr, 0, 0) for snr in (10.0, 30.0))
     worse = replace(low, name="y@e4m3", sites=("b",), snr_db=9.0)
     counts, named = {}, []
@@ -119,3 +122,41 @@ def test_the_state_of_a_run_goes_on_with_fewer_scales():
 def test_readings_of_deep_models_are_one_cell_each():
     plan = plan_of(FP8_HEAD, Memory(head_chunks=4), tiny(num_layers=3), observe=True)
     assert len(plan.observed) == 3 * (3 * 4 + 1)
+
+
+SITES = layer_maps(tiny())
+SPEC = Spec(tiny(), FP8["e4m3", "delayed"], Memory(), Hyperparameters(), 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "chosen", "says"),
+    [
+        ({"mlp.up": 8.0, "mlp.down": 9.0}, 7.0, ("mlp.up", "mlp.down"), "3.500 ms a layer, 1.43 times as fast"),
+        ({"mlp.up": 8.0}, 8.0, ("mlp.up",), "4.000 ms a layer, 1.25 times as fast"),
+        ({"mlp.up": 8.0, "mlp.down": 9.0}, 11.0, (), "5.500 ms a layer, no faster than bf16: every site stays bf16"),
+        ({}, 0.0, (), "no site was faster in e4m3: every site stays bf16"),
+    ],
+)
+def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
+    """Milliseconds of two layers: 10 in bf16, and with a site in fp8 unless `alone` has another time."""
+
+    def measure(spec, *_, **__):
+        fp8 = [site for site in SITES if not any(name.endswith(site) for name in spec.precision.wide)]
+        ms = 10.0 if not fp8 else alone.get(fp8[0], 12.0) if len(fp8) == 1 else together
+        return SimpleNamespace(micro_batch_ms=ms)
+
+    monkeypatch.setattr(fp8, "measure", measure)
+    found, timing = timed_sites(SPEC, 1, None)
+    rows = timing.rows("bf16")
+    assert timing.chosen == chosen and rows["together"] == says
+    assert {site for site in SITES if rows[site].endswith(": e4m3")} == set(chosen)
+    wide = {name for name in block_sites(tiny()) if not name.endswith(chosen)} if chosen else set()
+    assert set(found.wide) == wide and found.matmul == ("e4m3" if chosen else "bf16")
+
+
+def test_every_run_is_reported(monkeypatch):
+    """That in the model's dtype, one for each site, and the one with all that were faster."""
+    monkeypatch.setattr(fp8, "measure", lambda *_, **__: SimpleNamespace(micro_batch_ms=1.0))
+    told = []
+    timed_sites(SPEC, 1, None, lambda *about: told.append(about))
+    assert told == [(n, len(SITES) + 2) for n in range(1, len(SITES) + 2)]

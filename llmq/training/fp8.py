@@ -1,28 +1,40 @@
-"""Errors of fp8 copies over a run: what the log says of them, which sites are warned of, which should leave fp8.
+"""Which sites multiply in fp8: timed before a run (`--matmul-dtype auto`), and watched while it trains.
+
+A site multiplies in fp8 only where that is faster on this device, its casts included. A model of two layers with the
+run's shapes, and hardly any vocabulary, trains for a few steps: once in the model's dtype, once for each kind of site
+with that alone in fp8, and once with all that were faster. What is timed is whole steps, so producers that write
+copies, casts after attention and the optimizer's copies of the weights all count.
 
 A copy's quality is its signal-to-noise ratio, 10 log10(sum of x^2 / sum of (x - copy)^2): rounding alone leaves 31 dB
-in e4m3 and 25 dB in e5m2; clipping and flushing to zero cost the rest.
+in e4m3 and 25 dB in e5m2; clipping and flushing to zero cost the rest. Sites whose copies stay worse are named.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from llmq.backends import Backend
 from llmq.data.batches.batch import Batch
 from llmq.engine.advice import Limits, lacking
+from llmq.engine.measure import Clock, measure
 from llmq.hardware import device
-from llmq.model.parameters import HEAD
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import HEAD, layer_maps
 from llmq.plan.plan import SCALE_STRIDE, Plan
-from llmq.plan.precision import Watching
+from llmq.plan.precision import Precision, block_sites
+from llmq.plan.spec import Spec
+from llmq.screen import Report, counted, unreported
 from llmq.training.hooks import Hook, RunView
 from llmq.training.ready import Ready
 
 LEAST_SNR_DB = {"e4m3": 22.0, "e5m2": 17.0}
+LAYERS, VOCAB = 2, 1024  # of the model that is timed
+STEPS, MOST_MICRO_STEPS = 5, 8
 PATIENCE = 2  # readings in a row below that before a site is named
 
 
@@ -62,11 +74,6 @@ def summary(errors: Sequence[CopyError]) -> str:
     )
 
 
-def due(options: Watching, step: int) -> bool:
-    """Whether to read after `step` updates: at the start, and after each n-th."""
-    return options.every > 0 and step % options.every == 0
-
-
 def judge(errors: Iterable[CopyError], low: Mapping[str, int]) -> tuple[dict[str, int], dict[str, CopyError]]:
     """Low readings in a row of each site, which were `low` before; and sites that just had the PATIENCE-th in a row.
 
@@ -102,7 +109,8 @@ class Fp8Watch(Hook):
 
     def before_step(self, run: RunView, batch: Batch) -> None:
         """Reads if that is due, on a step's first micro-batch."""
-        if not (run.engine.plan.observed and due(self._ready.watching, run.progress.step)):
+        every = self._ready.watching.every
+        if not (run.engine.plan.observed and every and run.progress.step % every == 0):
             return
         low, named = judge(self._read(run, batch), self._low)
         self._say(named)
@@ -112,8 +120,10 @@ class Fp8Watch(Hook):
 
     def _read(self, run: RunView, batch: Batch) -> list[CopyError]:
         """A reading of every copy, which the log gets."""
-        found = _of_all(self._ranks.all_of(run.engine.observe(batch).tolist()))
-        fields = zip(run.engine.plan.observed.items(), found, strict=True)
+        found = np.array(self._ranks.all_of(run.engine.observe(batch).tolist()))
+        # Of the batches and shares of all ranks: the largest of magnitudes, the sums of the rest.
+        found = np.concatenate([found[..., :1].max(axis=0), found[..., 1:].sum(axis=0)], axis=-1)
+        fields = zip(run.engine.plan.observed.items(), found.tolist(), strict=True)
         errors = [CopyError.of(name, sites, row) for (name, sites), row in fields]
         self._log.say(summary(errors))
         self._log.record("fp8", step=run.progress.step, copies=[asdict(error) for error in errors])
@@ -134,7 +144,7 @@ class Fp8Watch(Hook):
         """Continues with `sites` in the model's dtype; returns them, or none of them if that does not fit in memory."""
         ready, old, names = self._ready, run.engine.plan, ", ".join(sites)
         plan = ready.replan(old.spec.precision.without(sites), old.total_bytes)
-        free = self._ranks.least(device.memory_bytes(ready.device)[1] + old.total_bytes)
+        free = min(self._ranks.all_of(device.memory_bytes(ready.device)[1] + old.total_bytes))
         if lack := lacking(plan, Limits(free)):
             self._log.notice(f"{names} cannot leave fp8: {lack}")
             return ()
@@ -142,12 +152,6 @@ class Fp8Watch(Hook):
         step = run.progress.step + 1
         self._log.notice(f"{names}: in {plan.spec.precision.model} from step {step} on", fell_back=list(sites))
         return sites
-
-
-def _of_all(readings: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """What all ranks have read of their batches and shares: the largest of magnitudes, the sums of the rest."""
-    found = np.array(readings)
-    return np.concatenate([found[..., :1].max(axis=0), found[..., 1:].sum(axis=0)], axis=-1).tolist()
 
 
 def carried(read: Callable[..., np.ndarray], old: Plan, new: Plan) -> Callable[..., np.ndarray]:
@@ -161,3 +165,64 @@ def carried(read: Callable[..., np.ndarray], old: Plan, new: Plan) -> Callable[.
         return np.concatenate([values[..., place] for place in places], axis=-1)
 
     return carry
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a layer per micro-step, the optimizer's share included."""
+
+    wide_ms: float  # no site in fp8
+    site_ms: Mapping[str, float]  # by site: that one alone in fp8
+    together_ms: float  # all that were faster alone in fp8; `wide_ms` if none was
+    chosen: tuple[str, ...]  # those, if they were faster together
+
+    def rows(self, dtype: str) -> dict[str, str]:
+        """A line for each site, for the log."""
+        lines = {
+            site: f"{dtype} {self.wide_ms:.3f} ms, e4m3 {ms:.3f} ms a layer: {'e4m3' if site in self.chosen else dtype}"
+            for site, ms in self.site_ms.items()
+        }
+        if self.chosen:
+            together = f"{self.together_ms:.3f} ms a layer, {self.wide_ms / self.together_ms:.2f} times as fast"
+        elif any(ms < self.wide_ms for ms in self.site_ms.values()):
+            together = f"{self.together_ms:.3f} ms a layer, no faster than {dtype}: every site stays {dtype}"
+        else:
+            together = f"no site was faster in e4m3: every site stays {dtype}"
+        return {**lines, "together": together}
+
+
+def timed_sites(
+    spec: Spec, grad_accumulation: int, backend: Backend, report: Report = unreported
+) -> tuple[Precision, Timing]:
+    """The dtypes of `spec`, whose matmuls are e4m3, without the sites that are no faster for it; and what was measured.
+
+    Sites that are wide anyway stay so, and count as no faster.
+    """
+    config, precision, batch_size, seq_len = spec.config, spec.precision, spec.batch_size, spec.seq_len
+    names = block_sites(config)
+    open_sites = tuple(
+        site for site in layer_maps(config) if any(n.endswith(site) and n not in precision.wide for n in names)
+    )
+    windows = config.windows[:LAYERS] if config.windows else config.windows
+    small = replace(config, num_layers=LAYERS, vocab_size=VOCAB, windows=windows)
+    limits = replace(spec.memory, head_chunks=1)
+    micro_steps = min(grad_accumulation, MOST_MICRO_STEPS)
+
+    def layer_ms(fp8: tuple[str, ...]) -> float:
+        wide = tuple(name for name in block_sites(small) if not name.endswith(fp8))
+        dtypes = replace(precision, head=precision.model, wide=wide)
+        run = {"steps": STEPS, "warmup": 2, "tokens_per_step": micro_steps * batch_size * seq_len, "single_ops": False}
+        timed = Spec(small, dtypes, limits, Hyperparameters(), batch_size, seq_len)
+        speed = measure(timed, backend, Clock(), **run)  # the host's clock: a step ends with waiting for the device
+        return speed.micro_batch_ms / LAYERS
+
+    runs = [(), *((site,) for site in open_sites)]
+    wide_ms, *found = [layer_ms(sites) for sites in counted(runs, len(runs) + 1, report)]
+    site_ms = dict(zip(open_sites, found, strict=True))
+    faster = tuple(site for site, ms in site_ms.items() if ms < wide_ms)
+    together_ms = layer_ms(faster) if faster else wide_ms
+    chosen = faster if together_ms < wide_ms else ()
+    timing = Timing(wide_ms, site_ms, together_ms, chosen)
+    if not chosen:
+        return precision.without_fp8(), timing
+    return precision.without(name for name in names if not name.endswith(chosen)), timing
