@@ -48,6 +48,23 @@ class FakeClock(Clock):
         return float(end - start)
 
 
+def each_takes(ms, clock, ran=None):
+    """A backend whose ops take some time by the clock, and are noted in `ran`."""
+    backend = HostBackend()
+
+    def timed(name, op):
+        def call(*arguments, **numbers):
+            clock.now += ms
+            if ran is not None:
+                ran.append(name)
+            op(*arguments, **numbers)
+
+        return call
+
+    backend.ops = {name: timed(name, op) for name, op in backend.ops.items()}
+    return backend
+
+
 def test_measured_steps_are_training_steps():
     speed = measure(spec_of(FP32), HostBackend(), Clock(), **RUN)
     assert len(speed.seconds) == 3 and speed.tokens_per_step == 64 and len(speed.losses) == 4
@@ -141,16 +158,8 @@ def test_the_device_is_given_work_ahead_of_single_ops(monkeypatch):
 
 def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatch):
     """A call costs 1 ms, an event 9 and a graph 4: of these only the graph's are left, shared by all calls of an op."""
-    clock, backend, ran = FakeClock(), HostBackend(), []
-
-    def costly(name, op):
-        def call(*arguments, **numbers):
-            clock.now += 1
-            op(*arguments, **numbers)
-
-        return call
-
-    backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
+    clock, ran = FakeClock(), []
+    backend = each_takes(1, clock)
     clock.is_queued, clock.mark = True, lambda: setattr(clock, "now", clock.now + 9) or clock.now
     part = module.Engine.part
 
@@ -174,17 +183,8 @@ def test_the_optimizers_calls_are_timed_together_where_ops_are_queued(monkeypatc
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_a_call_alone_is_what_it_adds_to_the_sweeps(is_queued, monkeypatch):
     """A sweep costs 7 ms, a start 5, a call 3: of these only the call's are left. What is not wanted runs once."""
-    clock, backend, ran = FakeClock(), HostBackend(), []
-
-    def costly(name, op):
-        def call(*arguments, **numbers):
-            clock.now += 3
-            ran.append(name)
-            op(*arguments, **numbers)
-
-        return call
-
-    backend.ops = {name: costly(name, op) for name, op in backend.ops.items()}
+    clock, ran = FakeClock(), []
+    backend = each_takes(3, clock, ran)
     kind = CudaClock if is_queued else Clock
     clock.is_queued, clock.copies, clock.replays = kind.is_queued, kind.copies, kind.replays
     clock.mark = lambda: setattr(clock, "now", clock.now + 5) or clock.now
@@ -220,18 +220,9 @@ def test_clock_and_power_are_read_during_the_measured_steps_only(monkeypatch):
 
 def test_the_parts_timed_one_by_one_are_the_whole():
     """On a clock that counts calls of ops: a forgotten one would be missing."""
-    backend, clock = HostBackend(), FakeClock()
-
-    def counted(op):
-        def call(*arguments, **numbers):
-            clock.now += 1
-            op(*arguments, **numbers)
-
-        return call
-
-    backend.ops = {name: counted(op) for name, op in backend.ops.items()}
+    clock = FakeClock()
     clock.mark = lambda: clock.now
-    speed = measure(spec_of(BF16), backend, clock, **RUN)
+    speed = measure(spec_of(BF16), each_takes(1, clock), clock, **RUN)
     parts = sum(call.ms * (2 if call.program == "middle" else 1) for call in speed.calls)
     assert {round(1e3 * seconds) for seconds in speed.seconds} == {parts}
 

@@ -237,19 +237,23 @@ def test_weights_are_gathered_once_in_a_step_beside_its_first_forward_pass():
     assert max(before) < min(reads) and sum(max(before) < index < min(reads) for index in layer_0) >= 8
 
 
+def observed(level, precision, **about):
+    """Errors of copies by name, as each of two ranks finds them, or one alone (None)."""
+
+    def work(world):
+        sharding = Sharding() if level is None else Sharding(world.rank, world.size, **LEVELS[level])
+        plan = plan_of(precision, None, CONFIG, sharding=sharding, observe=True, **about)
+        engine = engine_of(plan, backend=HostBackend(world=world))
+        return dict(zip(plan.observed, engine.observe(rank_batch(Run(), 1, 0, world.rank)).tolist(), strict=True))
+
+    return run_ranks(1 if level is None else 2, work)
+
+
 @pytest.mark.parametrize("level", [3, *(pytest.param(level, marks=SLOW) for level in (0, 1, 2))])
 @pytest.mark.parametrize("master", ["fp32", pytest.param("bf16", marks=SLOW)])
 def test_errors_of_copies_are_measured_at_every_level(level, master):
     """Of a rank's own share of the weights; those of activations are the same whatever it holds."""
-
-    def work(world):
-        sharding = Sharding(world.rank, world.size, **LEVELS[level])
-        plan = plan_of(replace(PRECISIONS["fp8-head"], master=master), None, CONFIG, sharding=sharding, observe=True)
-        engine = engine_of(plan, backend=HostBackend(world=world))
-        found = engine.observe(rank_batch(Run(), 1, 0, world.rank))
-        return dict(zip(plan.observed, found.tolist(), strict=True))
-
-    for found in run_ranks(2, work):
+    for found in observed(level, replace(PRECISIONS["fp8-head"], master=master)):
         largest, power, noise, *_, count = found["layers.0.mlp.up.weight@e4m3"]
         assert found["0.mlp.act@e4m3"][5] == 2 * 16 * 320 and 0 < count <= 640 * 64
         assert largest > 0 and 0 < noise < power / 500
@@ -258,14 +262,6 @@ def test_errors_of_copies_are_measured_at_every_level(level, master):
 def test_errors_of_copies_of_frozen_weights_are_those_of_the_whole():
     """No rank has a share of a weight that is not trained."""
     name = "layers.0.mlp.up.weight"
-    frozen = {"adapters": PartOfModel(name, frozenset({name})), "observe": True}
-
-    def work(world):
-        sharding = Sharding(world.rank, world.size, **LEVELS[1])
-        plan = plan_of(PRECISIONS["fp8-head"], None, CONFIG, sharding=sharding, **frozen)
-        found = engine_of(plan, backend=HostBackend(world=world)).observe(rank_batch(Run(), 1, 0, world.rank))
-        return dict(zip(plan.observed, found.tolist(), strict=True))["layers.0.mlp.up.weight@e4m3"]
-
-    alone = engine_of(plan_of(PRECISIONS["fp8-head"], None, CONFIG, **frozen))
-    whole = dict(zip(alone.plan.observed, alone.observe(rank_batch(Run(), 1, 0, 0)).tolist(), strict=True))
-    assert run_ranks(2, work) == [whole["layers.0.mlp.up.weight@e4m3"]] * 2
+    part = PartOfModel(name, frozenset({name}))
+    (whole,), ranks = (observed(level, PRECISIONS["fp8-head"], adapters=part) for level in (None, 1))
+    assert [found[f"{name}@e4m3"] for found in ranks] == [whole[f"{name}@e4m3"]] * 2
