@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,3 +80,20 @@ def run_ranks(size: int, work: Callable[[World], Result]) -> list[Result]:
     if errors:
         raise next((error for error in errors if not isinstance(error, WorldError)), errors[0])
     return results
+
+
+def train_on_ranks(size: int, values: Mapping[str, Any]) -> tuple[list[Any], str]:
+    """The results of a run on all of its ranks, with these options that are not None; what the first rank printed."""
+    from llmq.options.parse import Options
+    from llmq.training.ranks import Ranks
+    from llmq.training.train import run
+
+    consoles = [io.StringIO() for _ in range(size)]
+
+    def work(world: World) -> Any:
+        given = {key: value for key, value in values.items() if value is not None and key != "console"}
+        return run(Options.parse(given), console=consoles[world.rank], ranks=Ranks(world))
+
+    results = run_ranks(size, work)
+    assert not any(console.getvalue() for console in consoles[1:])
+    return results, consoles[0].getvalue()

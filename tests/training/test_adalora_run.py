@@ -1,11 +1,10 @@
 """A run of --adalora: what it keeps, saves, exports and continues from."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from in_process import run_ranks
+from in_process import train_on_ranks
 from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
@@ -13,9 +12,6 @@ import llmq
 from llmq.adapters.merge import merge
 from llmq.errors import UsageError
 from llmq.files.source import find_source
-from llmq.options.parse import Options
-from llmq.training import train
-from llmq.training.ranks import Ranks
 
 PREFIX = "base_model.model.model.layers.0"
 SCHEDULE = {"adalora_target_rank": 2, "adalora_warmup": 1, "adalora_final": 2, "adalora_interval": 2}
@@ -101,14 +97,10 @@ def test_an_adapter_is_trained_on_with_what_it_kept(given, tmp_path):
 @pytest.mark.parametrize("level", [1, 0])
 def test_ranks_keep_what_one_does(given, level):
     more = {"global_batch_size": 4, "batch_size": 1, "grad_accumulation": None, "deterministic": True}
-    values = {key: value for key, value in {**given, **more}.items() if value is not None and key != "console"}
 
     def trained_on(size):
-        def work(world):
-            options = Options.parse({**values, "name": f"on{size}", "zero_level": level})
-            return train.run(options, console=io.StringIO(), ranks=Ranks(world))
-
-        return run_ranks(size, work)[0].model_path
+        values = {**given, **more, "name": f"on{size}", "zero_level": level}
+        return train_on_ranks(size, values)[0][0].model_path
 
     one, two = trained_on(1), trained_on(2)
     assert config_of(one)["rank_pattern"] == config_of(two)["rank_pattern"]

@@ -3,10 +3,8 @@
 The CPU has no rates, so it is taken to be a card here.
 """
 
-import io
-
 import pytest
-from in_process import run_ranks
+from in_process import train_on_ranks
 from tiny_runs import weights_of
 
 import llmq
@@ -14,11 +12,8 @@ from llmq.engine import search
 from llmq.engine.predict import sustained
 from llmq.files.checkpoint import load
 from llmq.hardware import cards
-from llmq.options.parse import Options
 from llmq.plan import remedies
 from llmq.training import fit
-from llmq.training.ranks import Ranks
-from llmq.training.train import run
 
 
 @pytest.fixture
@@ -39,15 +34,7 @@ def given(given, few_remedies, monkeypatch):
 
 
 def train(given, size, **more):
-    """The results of all ranks, and what the first one printed."""
-    consoles = [io.StringIO() for _ in range(size)]
-
-    def work(world):
-        values = {k: v for k, v in {**given, **more}.items() if v is not None and k != "console"}
-        options = Options.parse(values)
-        return run(options, console=consoles[world.rank], ranks=Ranks(world))
-
-    return run_ranks(size, work), consoles[0].getvalue()
+    return train_on_ranks(size, {**given, **more})
 
 
 def options_of(result):

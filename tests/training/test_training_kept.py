@@ -182,29 +182,6 @@ def test_a_last_evaluation_that_is_not_finite_exports_nothing_unless_told_to(giv
     ruined(given, "the loss of the last evaluation is nan")
 
 
-def test_a_loss_that_ended_above_its_beginning_is_a_warning(given):
-    trained = llmq.train(**{**given, "steps": 40})
-    assert trained.warnings == ()
-    tuning = {
-        **given,
-        "model": str(trained.model_path),
-        "from_scratch": False,
-        "warmup": 0,
-        "steps": 40,
-        "name": "high",
-    }
-    result = llmq.train(**{**tuning, "learning_rate": 3})
-    assert (result.exit_code, result.model_path) == (0, Path("runs/high/model"))
-    assert any(text.startswith("The loss ended at") for text in result.warnings)
-
-
-def test_a_gradient_of_nothing_is_a_warning(given):
-    rate = {"learning_rate": 1e3, "warmup": 0, "steps": 6}
-    result = llmq.train(**{**given, **rate})
-    assert read_log(result.log_path).train["norm"][-3:].tolist() == [0, 0, 0]
-    assert any("gradient was exactly 0 in the last" in text for text in result.warnings)
-
-
 class Pipe(io.StringIO):
     """A console whose reader goes away."""
 

@@ -1,12 +1,11 @@
 """Whole runs on several ranks: they train, save, evaluate and export as one, and go on as any other number of ranks."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from in_process import run_ranks
+from in_process import run_ranks, train_on_ranks
 from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
@@ -18,7 +17,6 @@ from llmq.files.manifest import found
 from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.training.ranks import Ranks, joined
-from llmq.training.train import run
 
 # Of weights, where sums have another order: a hundredth of the rate. Adam divides by the gradient's own size, so one
 # whose terms nearly cancel moves its weight by what rounding has left; which one that is depends on the processor.
@@ -43,17 +41,7 @@ def given(given):
 
 
 def train(given, size, name=None, **more):
-    """The results of all ranks; what the first one printed."""
-    values = {key: value for key, value in {**given, **more}.items() if value is not None and key != "console"}
-    consoles = [io.StringIO() for _ in range(size)]
-
-    def work(world):
-        options = Options.parse({**values, "name": name or f"on{size}"})
-        return run(options, console=consoles[world.rank], ranks=Ranks(world))
-
-    results = run_ranks(size, work)
-    assert not any(console.getvalue() for console in consoles[1:])
-    return results, consoles[0].getvalue()
+    return train_on_ranks(size, {**given, **more, "name": name or f"on{size}"})
 
 
 def losses(name):
