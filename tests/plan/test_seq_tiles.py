@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_adapters import adapters
 from tiny_engines import BF16, FP8, FP64, batch, engine_of, packed_batch, plan_of, tiny
 
 from llmq.adapters.ia3 import Gains, scaled
@@ -23,18 +24,34 @@ def engines(precision, *memories, **more):
     return [engine_of(plan_of(precision, memory, CONFIG, **more)) for memory in memories]
 
 
-@pytest.mark.parametrize("tiles", [2, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize("flags", [(), ("recompute_block",), pytest.param(("recompute_swiglu",), marks=SLOW)], ids=str)
-def test_gradients_are_those_of_the_whole(tiles, flags):
+PACKED = {"packing": Packing(5, 16)}
+DORA = {"adapters": adapters(config=CONFIG, dora=True)}  # its gains follow from weights alone, as those of IA3
+IA3 = {"adapters": Gains(scaled(chosen("all", CONFIG)))}
+
+
+@pytest.mark.parametrize(
+    ("flags", "tiles", "about"),
+    [
+        *(pytest.param((), n, {}, marks=() if n == 2 else SLOW) for n in (2, 8)),
+        *(pytest.param(("recompute_block",), n, {}, marks=() if n == 2 else SLOW) for n in (2, 8)),
+        *(pytest.param(("recompute_swiglu",), n, {}, marks=SLOW) for n in (2, 8)),
+        (("recompute_block",), 4, PACKED),
+        ((), 2, DORA),
+        ((), 2, IA3),
+    ],
+)
+def test_gradients_are_those_of_the_whole(flags, tiles, about):
     """In f64, where the order of sums over tiles is all that differs."""
-    whole, tiled = engines(FP64, Memory(flags), Memory(flags, seq_tiles=tiles))
+    given = packed_batch if about is PACKED else batch
+    plain = Memory(() if about is PACKED else flags)
+    whole, tiled = engines(FP64, plain, Memory(flags, seq_tiles=tiles), **about)
     for engine in (whole, tiled):
-        engine.micro_step(batch(3))
-    for row in whole.plan.rows:
-        expected = whole.gradient(row.name)
-        error = np.linalg.norm(tiled.gradient(row.name) - expected)
-        assert error <= 1e-12 * np.linalg.norm(expected), row.name
-    assert whole.evaluate(batch(4)) == pytest.approx(tiled.evaluate(batch(4)), rel=1e-13)
+        engine.micro_step(given(3))
+    for row in (row for row in whole.plan.rows if row.trainable):
+        found, expected = tiled.gradient(row.name), whole.gradient(row.name)
+        assert np.linalg.norm(found - expected) <= 1e-12 * np.linalg.norm(expected), row.name
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12 if "adapters" in about else 1e-14)
+    assert whole.evaluate(given(4)) == pytest.approx(tiled.evaluate(given(4)), rel=1e-13)
 
 
 @pytest.mark.parametrize("precision", [BF16, pytest.param(FP8["e4m3", "delayed"], marks=SLOW)], ids=["bf16", "fp8"])
@@ -50,15 +67,6 @@ def test_only_gradients_of_the_tiled_weights_are_rounded_otherwise(precision):
     assert whole.evaluate(batch(4)) == tiled.evaluate(batch(4))
 
 
-def test_tiles_are_of_packed_rows_too():
-    packed = {"packing": Packing(5, 16)}
-    whole, tiled = engines(FP64, Memory(), Memory(("recompute_block",), seq_tiles=4), **packed)
-    for engine in (whole, tiled):
-        engine.micro_step(packed_batch(3))
-    for row in whole.plan.rows:
-        np.testing.assert_allclose(tiled.gradient(row.name), whole.gradient(row.name), rtol=1e-9, atol=1e-14)
-
-
 def test_the_mlp_takes_the_memory_of_a_tile():
     """What is alive at a time, with the block recomputed: about a tile's part of gate, up and their gradients."""
     config = replace(CONFIG, intermediate_size=4096)
@@ -71,28 +79,12 @@ def test_the_mlp_takes_the_memory_of_a_tile():
 
 
 def test_what_tiles_cannot_do_is_refused():
-    from test_adapters import adapters
-
     tiled = Memory(seq_tiles=2)
     with pytest.raises(UsageError, match=r"--seq-tiles 2: cuBLASLt takes no 1x128 .*: use --fp8-scaling rowwise"):
         plan_of(FP8["e4m3", "blockwise"], tiled, CONFIG)
     with pytest.raises(UsageError, match=r"--seq-tiles 2: --lora-dropout 0\.2 .* use --lora-dropout 0"):
         plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG, dropout=0.2))
     assert plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG))
-
-
-@pytest.mark.parametrize("method", ["dora", "ia3"])
-def test_what_follows_from_weights_alone_is_not_cut(method):
-    """The gains of adapters with magnitudes, and of IA3."""
-    from test_adapters import adapters
-
-    gains = Gains(scaled(chosen("all", CONFIG)))
-    about = {"adapters": gains if method == "ia3" else adapters(config=CONFIG, dora=True)}
-    whole, tiled = engines(FP64, Memory(), Memory(seq_tiles=2), **about)
-    for engine in (whole, tiled):
-        engine.micro_step(batch(3))
-    for row in (row for row in whole.plan.rows if row.trainable):
-        np.testing.assert_allclose(tiled.gradient(row.name), whole.gradient(row.name), rtol=1e-9, atol=1e-12)
 
 
 def test_tiles_have_to_divide_the_tokens():
