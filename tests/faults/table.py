@@ -37,7 +37,7 @@ def op_fault(op: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[..
 # the maths of ops
 
 
-@fault("llmq.engine.engine:rope_table", GOLDEN)
+@fault("llmq.engine.stored:rope_table", GOLDEN)
 def rope_frequencies_off_by_one(real, config, head_dim, length, dtype):
     return real(config, head_dim + 2, length, dtype).reshape(length, 2, -1)[..., 1:].reshape(length, head_dim)
 
