@@ -34,6 +34,7 @@ ALL = (*STATES, "grad", "weight")
 BLOCK = ("recompute_block",)
 DEEP = Memory(BLOCK, offload=(RESIDUAL,), host=ALL)
 DELAYED, WIDE = FP8["e4m3", "delayed"], replace(BF16, master="fp32", m="fp32", v="bf16")
+SCALINGS = ("delayed", "current", "rowwise", "blockwise")
 REMADE = Memory(persistent_quants=False)
 REMADE_ON_HOST = replace(REMADE, host=(*STATES, "grad"), piece_bytes=1)
 IN_PLACE = Memory(host=STATES, zero_copy=True)
@@ -134,8 +135,7 @@ def test_the_host_has_less_at_every_level(precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "memory"),
-    [(DELAYED, Memory(host=("master",))), *((FP8["e4m3", name], REMADE) for name in ("delayed", "current", "rowwise"))],
+    ("precision", "memory"), [(DELAYED, Memory(host=("master",))), *((FP8["e4m3", name], REMADE) for name in SCALINGS)]
 )
 def test_an_fp8_run_has_two_bytes_a_parameter_less(precision, memory):
     """Where masters leave the device what stays of a matrix are its copies, of one byte each; or these are not kept."""
