@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="the judges are torch and transformer
 import torch
 import transformers
 from golden import families, transformers_judge
-from golden.engines import FP32, FP64, engine_of, gradients, parameters, relative_errors, values_of
+from golden.engines import BF16, FP32, FP64, cosine, engine_of, gradients, parameters, relative_errors, values_of
 from ops.build import output, tensor
 from tiny_engines import next_logits
 
@@ -27,6 +27,7 @@ from llmq.model.config import from_folder, read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.reference import OPS
 from llmq.ops.reference.generation import threshold
+from llmq.optimizers.adamw import AdamW
 from llmq.plan.decoding import Decoding
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
@@ -119,6 +120,44 @@ def test_gradients_and_logits(config, seed):
             found, wanted = next_logits(run, tokens[row, :count]), logits[row, count - 1]
             assert found.shape == wanted.shape
             assert np.linalg.norm(found - wanted) < bound * np.linalg.norm(wanted)
+
+
+@MODELS
+def test_adamw_run(config, seed):
+    """In f64, so that nothing but the formula decides where the 20 steps lead."""
+    weights, clip = families.weights(config, seed), families.grad_clip(config)
+    with transformers_judge.doubled():
+        model = transformers_judge.model_of(config, weights, "float64")
+        losses, norms = transformers_judge.adamw_run(model, config, LENGTH)
+        right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
+    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(AdamW(**families.ADAMW), clip))
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        run.micro_step(Batch(*drawn_batch(config, step)))
+        result = run.update(step, families.learning_rate(step))
+        assert (result.loss, result.norm) == pytest.approx((loss, norm), rel=1e-7)
+    change = {name: array - weights[name] for name, array in parameters(run).items()}
+    assert worst(relative_errors(change, right)) < (1e-6, "")
+
+
+@MODELS
+def test_bf16_gradients(config, seed):
+    """Against transformers in bf16 on the same batches, each tensor's error over all of them."""
+    weights = families.weights(config, seed)
+    batches = [drawn_batch(config, index) for index in range(8)]
+    exact = exact_gradients(config, weights, *batches)
+    theirs = transformers_judge.model_of(config, weights, "bfloat16")
+    ours = engine_of(config, weights, BF16, families.BATCH, LENGTH)
+    squares = {name: np.zeros(2) for name in weights}
+    for batch, right in zip(batches, exact, strict=True):
+        transformers_judge.backward(theirs, *batch)
+        found = gradients(ours, *batch)
+        assert cosine(found, right) >= 0.999
+        for side, errors in enumerate(
+            relative_errors(named, right) for named in (found, transformers_judge.gradients(theirs))
+        ):
+            for name, error in errors.items():
+                squares[name][side] += error**2
+    assert worst({name: np.sqrt(mine / other) for name, (mine, other) in squares.items()}) <= (1.5, "")
 
 
 @pytest.mark.parametrize("tied", [False, True])
