@@ -4,8 +4,6 @@ What appears whole is written beside its place under a temporary name, made dura
 replaced steps aside first, for no rename replaces one that is not empty: `finish_folder` completes what a kill cut off.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import os

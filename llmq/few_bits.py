@@ -5,8 +5,6 @@ bitsandbytes 0.50, codes and scales alike. MXFP4 is e2m1 with a power of two for
 Microscaling Formats 1.0, 2023), its first number in the low half of a byte, as in the files of gpt-oss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A row: one parameter as the engine holds it, and the tensors of files that it is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ copy from the very numbers under each, stored beside it as cuBLASLt reads them, 
 matmul reads (`HELD`) are of frozen weights alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ The templates follow the conventions of well-known models, and are written for t
 BPE with a few merges, which is the same everywhere: nothing in it is trained.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

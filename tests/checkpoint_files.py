@@ -1,7 +1,5 @@
 """Checkpoints of a few tensors, saved as a run on one rank saves them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ resumes   A run continued from a random step ends with the bits of one that was 
 saves     In a run of so many steps that saves at each, memory, descriptors and threads stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -3,8 +3,6 @@
 The hub library reads its environment when it is imported, so each environment is a Python process of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

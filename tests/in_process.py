@@ -1,7 +1,5 @@
 """A world of threads in one process: ranks without processes and sockets."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -12,8 +12,6 @@ milliseconds a step (without the first, which reads the prompt), the rate at whi
 agree before the first that differs: in bf16 both round, and random weights leave the best two logits close.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

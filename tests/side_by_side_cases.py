@@ -4,8 +4,6 @@ Options are spelled out whole, so that two trees with other defaults train alike
 present tree; where an older one says it in another way, a case's `old` does.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small tokenizers, made in a moment, in the shapes that large ones have."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Free space is checked per file system, for all that is written together; files appear whole; where caches lie."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

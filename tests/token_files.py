@@ -1,7 +1,5 @@
 """Token files for tests: written at once, checked as a whole, and as llm.q writes them (versions 1 and 2)."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logs of runs, as training writes them."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence

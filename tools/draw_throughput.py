@@ -1,7 +1,5 @@
 """Draws docs/throughput.svg, the picture in the README, from docs/throughput.json."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Runs before anything is installed, so it needs the standard library only. It ins
 venv and pip. A stamp in the folder lists what was installed: a second call does nothing and needs no network.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

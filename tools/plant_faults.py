@@ -7,8 +7,6 @@ The tests that are named beside a fault run with it; a fault that keeps them fro
 as broken. Exit 0: all noticed; 1: some survived; 2: some broken.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

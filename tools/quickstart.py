@@ -4,8 +4,6 @@
 shows the results of one that finished, without a network.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

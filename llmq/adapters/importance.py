@@ -1,7 +1,5 @@
 """When AdaLoRA chooses ranks, and how important the parameters of adapters are by which it does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Adapters merged into the model that they change: W + sum of weight s B A, in f32, a parameter at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

@@ -5,8 +5,6 @@ A tensor has the name of the module that it belongs to in PEFT's model, `base_mo
 adapted map is its `base_layer.bias` there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

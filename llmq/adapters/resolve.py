@@ -5,8 +5,6 @@ for and does not read: which weights a run trained the adapter on, and how they 
 `llmq_merged.json`, with the fingerprints of its adapters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 q_proj, k_proj and v_proj have adapters of their own, although one site computes all three.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

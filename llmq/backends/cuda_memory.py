@@ -1,7 +1,5 @@
 """Memory of the GPU, and of the host in pages that the GPU copies from: asked for, refused, given back."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import time

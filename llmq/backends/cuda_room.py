@@ -4,8 +4,6 @@ No program runs then, so the arena is free, and the plan has made it large enoug
 (`room_bytes` in llmq/model/held.py). Others are converted and repeated there as far as it happens to have room.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

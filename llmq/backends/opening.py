@@ -1,7 +1,5 @@
 """Which backend runs a job: NumPy, the GPU, or a GPU that is not here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 

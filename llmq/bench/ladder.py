@@ -10,8 +10,6 @@ large matrix product and its bytes at the rate of the card's large copy: a bette
 win the difference.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -4,8 +4,6 @@ The model is planned and bound as for training, so every op that a model calls c
 scratch that training gives it. Work and rooflines are computed as for the ladder.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ the measured ceilings, and one of `results` per configuration. Times are millise
 seconds; unknown values are null.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -8,8 +8,6 @@ Of several GPUs every rank makes the same measurements in the same order. What d
 agreed: a collective that one rank does not make would never end.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -4,8 +4,6 @@ Two parts vary between models and runs and are objects, so that the sublayer sta
 happens to q and k before attention) and the *core* (which keys a query sees).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What generation has in place of training's cores and head: attention with a cache, and a head that takes a token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

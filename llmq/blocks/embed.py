@@ -1,7 +1,5 @@
 """Token embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmq.protocols import Ops, Parameters, Slots

@@ -4,8 +4,6 @@ A reader is a loss, which makes the gradient in the same pass, or in generation 
 changes logits before any of these is a reader around it, with slots of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Feed-forward sublayer, whole or in tiles of tokens. What varies between models is the activation, an object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Attention in rows of several documents."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmq.blocks.attention import DenseCore, Heads

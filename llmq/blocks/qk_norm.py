@@ -1,7 +1,5 @@
 """What happens to queries and keys before attention in a model that norms each of their heads (Qwen3)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from llmq.blocks.attention import Heads, Rotary, Unturned

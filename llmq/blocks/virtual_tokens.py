@@ -1,7 +1,5 @@
 """Trained vectors in place of what the model makes of the first positions of each document."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from llmq.blocks.attention import Rotary

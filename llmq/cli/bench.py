@@ -1,7 +1,5 @@
 """`llmq-bench`: how fast this machine trains a model shape, and where the time goes; `llmq-bench op`: its ops alone."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`llmq-estimate`: what a run would take of a card that need not be here, without data and without weights."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """llmq-export-wandb: a finished log to Weights & Biases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

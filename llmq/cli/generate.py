@@ -1,7 +1,5 @@
 """llmq-generate: text after prompts, and chats, by a model's weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`llmq-launch`: starts the processes of one machine, of a run on several or on the CPU; and `llmq-train --gpus N`."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """llmq-merge: adapters merged into their model, as a model of Hugging Face's format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

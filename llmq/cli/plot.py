@@ -1,7 +1,5 @@
 """llmq-plot: training curves of one or several runs as an image, and their last losses side by side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """What all commands share: a user's error is one message and its exit code, never a traceback."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

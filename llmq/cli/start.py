@@ -5,8 +5,6 @@ on `shell.run` answers it. SIGUSR1, which batch systems send ahead of a time lim
 start.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

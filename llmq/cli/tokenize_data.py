@@ -1,7 +1,5 @@
 """tokenize-data: text and rows into token files for training."""
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial

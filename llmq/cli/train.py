@@ -1,7 +1,5 @@
 """`llmq-train`: trains a model. Flags, help and checks come from the description in `llmq.options.parse`."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ Slurm names none, so that it follows from the number of the job. LLMQ_MASTER_POR
 address that follows from srun's variables.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

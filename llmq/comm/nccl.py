@@ -1,7 +1,5 @@
 """The GPUs of a run: NCCL or copy engines between them, and another world for what the host has to say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Each rank is a process that an actor starts beside it, as `--gpus N` does on one
 for signals and ends with its actor. Ray's own collectives are not used. What ranks print comes to this process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

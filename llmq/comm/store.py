@@ -9,8 +9,6 @@ Who is lost is judged without clocks and sockets: time comes in ticks of the one
 itself (Ctrl-Z, a suspended laptop) has not heard from anyone for one tick, not for an hour.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import threading

@@ -6,8 +6,6 @@ A message is a JSON object with its length in front; nothing is ever unpickled. 
 proofs, too, but the same ones for both sides: whoever took the store's port could send back what a rank proves.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """A plan that does not fit: what makes it fit by itself, how many bytes are missing, and which remedies would help."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

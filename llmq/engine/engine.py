@@ -1,7 +1,5 @@
 """The engine of training: what its loop asks of a plan on memory."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

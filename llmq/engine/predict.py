@@ -11,8 +11,6 @@ copy. Families of ops below that are counted by their share of it, from the same
 the same shares of their peaks. tests/engine/test_measured.py holds all this to what was measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ below and the last one its bytes, and boxes that cannot hold an answer are left 
 bounds (branch and bound, Land and Doig 1960), hence points come out in the order of their seconds.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

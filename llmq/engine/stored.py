@@ -3,8 +3,6 @@
 Of many ranks each sets and reads its share.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise

@@ -6,8 +6,6 @@ which files, whether they fit on the disk, and what to say when it does not work
 model that cannot be trained is refused before its weights are fetched.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

@@ -8,8 +8,6 @@ A file's checksum is its SHA-256, as `sha256sum` prints it. One core hashes 1.3 
 a second thread hashes what the first one writes, and what is in memory is written several files at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,8 +1,6 @@
 """Prompts: what is asked of a model, read from files, and made into its tokens; and answers from tokens: whole, or in
 pieces as they come, to an end token, a stop text or the most tokens."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

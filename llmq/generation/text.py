@@ -1,8 +1,6 @@
 """A model that is ready to write: found, planned for its prompts, loaded. For `llmq.generate`, and for a terminal: one
 prompt as it comes, a file of them, a chat turn by turn."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

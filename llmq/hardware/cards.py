@@ -12,8 +12,6 @@ A driver's name must match whole: an "RTX 4080 SUPER" or "RTX 4090 Laptop GPU" i
 after, and a part of a card (MIG) has its own name. A name that is typed may leave out what is the same of all.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

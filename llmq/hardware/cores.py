@@ -8,8 +8,6 @@ A rank runs on the cores beside its GPU, or on its share of the CPU. Memory need
 process pages of the NUMA node on whose cores it first writes them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Needs nothing installed but the driver itself, so that it answers before any CUD
 library respects what NVML does not: CUDA_VISIBLE_DEVICES, WSL2, and packages for forward compatibility.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ cuda-pathfinder finds and loads them, as CuPy and nvmath do themselves. cudnn-fr
 takes what is loaded: so everything is loaded here, before any of them is imported. None of this starts CUDA.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ What they may have is a container's limit, where it has one, or `--host-memory-l
 pages are written no faster than there is room for them, so that the kernel has no reason to end the process.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

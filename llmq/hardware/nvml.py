@@ -6,8 +6,6 @@ container, on a part of a GPU (MIG) or on one that shares the host's memory. Wha
 A GPU is named by its UUID, since NVML counts the machine's GPUs, CUDA those of CUDA_VISIBLE_DEVICES.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 from collections.abc import Callable

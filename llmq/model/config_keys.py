@@ -1,7 +1,5 @@
 """The keys of config.json that the engine needs: their types, limits and defaults, and which contradict each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast

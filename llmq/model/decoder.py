@@ -1,7 +1,5 @@
 """The way of a micro-batch through a model: embed, blocks, head, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The update of weights in backward, a part of the model at a time; the norm of the step is known at its end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

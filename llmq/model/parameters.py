@@ -4,8 +4,6 @@ The engine fuses what is computed together (q, k and v; gate and up) and pads th
 slices along axis 0 are which Hugging Face tensors, so loading and export need no knowledge of models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from itertools import groupby

@@ -4,8 +4,6 @@ Sizes, rotary base and context length are the published ones (Llama 3 405B is th
 the storage type is bf16 throughout. The two `tiny_llama3` models are our own: Llama 3's vocabulary and proportions.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from functools import partial

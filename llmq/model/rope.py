@@ -1,7 +1,5 @@
 """The rotary table: cos and sin of every position's angles, for the kinds of frequency scaling that models use."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.model.config import RopeConfig

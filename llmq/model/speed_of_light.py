@@ -7,8 +7,6 @@ time. A sliding window counts as full attention, and so does a row of packed doc
 the figure depends on the model's size alone, and on that of its adapters, which multiply in bf16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from llmq.model.config import ModelConfig

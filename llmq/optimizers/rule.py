@@ -4,8 +4,6 @@ Stores hold these states beside the masters. Their dtypes, the allocator table, 
 host and what would make a run fit follow from a rule's `states`; nothing else lists them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

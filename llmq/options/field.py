@@ -4,8 +4,6 @@ Everything a shell, a file or a reader of the log needs is read off the fields: 
 for bad values (`build`). Which options there are is the business of `llmq.options.parse`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

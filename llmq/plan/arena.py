@@ -1,7 +1,5 @@
 """Where bytes live: lifetimes become offsets in one block of memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Model shape and precision made into sublayers and sites: the only place where one is chosen over another."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -5,8 +5,6 @@ the last token of each prompt. `decode` takes the next token of every sequence a
 so that it can run again and again as one captured graph, with no word from the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of generation: frozen weights, a cache of keys and values, and the programs of llmq/plan/decoding.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from llmq.adapters.method import Tracked

@@ -5,8 +5,6 @@ takes the same bytes. What a few layers need most memory for, such as the embedd
 whole model: an estimate is the plan's own number or less, and by a quarter it was the same wherever that was compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

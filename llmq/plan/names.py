@@ -1,7 +1,5 @@
 """Storages: the unique names of bytes, and where the scale of a copy is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ weight; the planner then keeps value and copy together for as long as that takes
 copy: six numbers, as the op `quantization_error` gives them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 

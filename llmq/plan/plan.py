@@ -11,8 +11,6 @@ on the call, and nothing is decided after the last one:
     transfers, lanes, place        copies between homes, what waits for what, offsets in memory
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

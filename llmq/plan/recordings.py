@@ -1,7 +1,5 @@
 """The programs of a model as recorded, before anything is decided: on its stores, its slots and the shared cells."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The options on what the ranks of a run share out, resolved."""
 
-from __future__ import annotations
-
 from llmq.comm.world import Copying
 from llmq.errors import UsageError
 from llmq.options.maths import ShardingOptions

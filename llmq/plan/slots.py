@@ -1,7 +1,5 @@
 """Every tensor of a plan in lines that people read: `--debug-memory`."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads a run's log: header, and the train and eval records as columns. Format: llmq/training/log.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

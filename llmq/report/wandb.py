@@ -5,8 +5,6 @@ The run's id comes from the log's header, so exporting the same log again finds 
 W&B does not have yet are sent (W&B's history cannot be rewritten: steps of an abandoned line stay there).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ The rows of each A and the columns of each B are kept near orthonormal: to the g
 micro-batch: so it has that weight beside the mean loss, however the step is split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

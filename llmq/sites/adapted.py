@@ -4,8 +4,6 @@ The adapter's product is written first where it fills y, and the map's own produ
 compute than y to read, while a product of so few terms is as fast as memory. So it is with the gradient of x.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 

@@ -5,8 +5,6 @@ which cost a thin product each. Of parts of a fused site that have no adapter th
 only what the adapter reads is left out; PEFT leaves it out of W x too, and multiplies with W twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

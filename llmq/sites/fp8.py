@@ -5,8 +5,6 @@ forward reads X and W as rows, dgrad dY as rows and W transposed, wgrad dY and X
 their producers; nothing here quantizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmq.sites.linear import Copies, Linear

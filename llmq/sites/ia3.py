@@ -4,8 +4,6 @@ Fine-Tuning is Better and Cheaper than In-Context Learning", 2022).
 The gains begin as ones and are held in `dtype`. In files they are columns of outputs, or a row of inputs, as in PEFT.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

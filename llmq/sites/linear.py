@@ -1,7 +1,5 @@
 """A linear map: which products it is made of, and which copy of each operand they read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

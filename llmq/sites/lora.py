@@ -5,8 +5,6 @@ which reads x once; each B is a row `lora_b.q_proj` of its own and adds to its c
 they are, whatever forms the site itself reads.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

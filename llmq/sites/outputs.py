@@ -1,7 +1,5 @@
 """Outputs of a site that its pieces, of which some or all have gains, leave unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from llmq.protocols import Ops

@@ -3,8 +3,6 @@
 A part's are there while it is used, and those of the next part on their way.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Gradients that are used where they are made: each part's update its rows in backward, and are gone."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

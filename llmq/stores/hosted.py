@@ -1,7 +1,5 @@
 """Gradients and optimizer states that live on the host: pieces of them come to the device when they are used."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A share is of whole tiles of 128 rows, so that the scales of blocks and the part
 have no rows, and is recorded all the same: all ranks make the same calls, and group the same collectives.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The sections of the log that say what a run is, before it begins: options, system, model, data, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run would take on a card: the plan that training runs, by segment, and a predicted step time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from llmq.backends.opening import open_backend

@@ -1,7 +1,5 @@
 """Held-out loss: the evaluation program over batches of held-out windows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

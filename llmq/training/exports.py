@@ -1,7 +1,5 @@
 """What a run trains on, and what the finished model is: its config, its tokenizer and templates, and where it goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace

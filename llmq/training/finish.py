@@ -1,7 +1,5 @@
 """What a finished run leaves: its model, or its adapter and with --merge the model with it, unless they are ruined."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ A hook sees a `RunView`, which is frozen, and asks by what it returns. All ranks
 the same on each of them. Here are those that write the log, the one of Python's callers, and a method of adaptation's.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

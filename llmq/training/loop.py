@@ -1,7 +1,5 @@
 """The training loop: batches to steps, and what is due after a step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Options made into a run that is ready, with everything refused that can be before memory is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace

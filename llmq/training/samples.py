@@ -1,7 +1,5 @@
 """--sample-prompts: completions of a file's prompts by the weights that a run trains, as they are at an evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

@@ -4,8 +4,6 @@ How the run that continues a checkpoint differs is found out from that. To load 
 minutes: a run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence

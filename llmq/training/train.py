@@ -3,8 +3,6 @@
 `train(**options)` is what the command calls. It installs its signal handlers and threads for the time of the run only.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress

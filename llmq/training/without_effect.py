@@ -4,8 +4,6 @@ People share one command between a laptop and eight GPUs, so these are no errors
 one (`contradictions` of a section of options, llmq/plan/spec.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the data share: a tokenizer, and the data folder beside the checkout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One fault: what it replaces, by what, and how it is planted."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

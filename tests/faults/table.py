@@ -1,7 +1,5 @@
 """The faults: wrong maths, wrong memory, wrong steps, wrong data, wrong files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

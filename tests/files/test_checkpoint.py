@@ -1,7 +1,5 @@
 """Checkpoints: complete or absent, whatever happens to the writer, the disk or the files; and what manifests say."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -1,7 +1,5 @@
 """Streamed safetensors files: read by the safetensors library, by ours, and refused when damaged."""
 
-from __future__ import annotations
-
 import json
 import random
 import tracemalloc

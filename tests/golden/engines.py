@@ -1,7 +1,5 @@
 """llmq's side of a comparison: an engine for a config.json dict and named weights, its results by Hugging Face name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ model in every precision, and drawn as integers from NumPy's frozen legacy gener
 on every machine. No norm weight is 1 and no bias is 0, or a forgotten one would not be seen.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

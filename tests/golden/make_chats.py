@@ -3,8 +3,6 @@
 PYTHONPATH=.:tests python tests/golden/make_chats.py
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -16,8 +16,6 @@ A file holds, as safetensors:
 and, as JSON in its metadata, the fingerprint of the inputs and the versions of the libraries that made it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

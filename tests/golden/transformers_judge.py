@@ -5,8 +5,6 @@ that are exact to f64 its own code runs with `torch.float32` meaning f64 (`doubl
 In bf16 runs the rotary frequencies stay f32, as they do when a bf16 model is loaded with from_pretrained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Tensors and Outputs made from arrays, poisoned before they are written, and the finite-difference check."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random arguments for every op, in an odd and in a larger shape: what the laws of all ops are tested on."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field

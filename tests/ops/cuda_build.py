@@ -1,7 +1,5 @@
 """Handles of the reference copied to the GPU, so that one case runs on both; what a compiler says of kernels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from copy import deepcopy

@@ -7,8 +7,6 @@ be off, plus k w S for the f32 arithmetic before it, where S is the largest |E| 
 chain of an element; for a sum over rows S is the sum of the magnitudes of what is added and k the number of rows.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 

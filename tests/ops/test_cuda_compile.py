@@ -4,8 +4,6 @@ Launchers run on arrays that have an address and no memory, at the sizes of Qwen
 noted; each noted kernel is then compiled by NVRTC, held to recorded numbers of registers, and never spills.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Plots: what is drawn is what the logs say, and the image is a whole one."""
 
-from __future__ import annotations
-
 import io
 import math
 import subprocess

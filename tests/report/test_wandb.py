@@ -1,7 +1,5 @@
 """The export to W&B: with a stand-in that keeps what it is given, and with the real library, offline."""
 
-from __future__ import annotations
-
 import io
 import math
 import subprocess

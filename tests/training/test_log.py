@@ -1,7 +1,5 @@
 """The log: console lines, the file's rules, and reading it back, damaged or not."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

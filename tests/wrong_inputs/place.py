@@ -1,7 +1,5 @@
 """A folder of good and of broken inputs: models, adapters, token files, data, templates, configs, logs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

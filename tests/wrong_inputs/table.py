@@ -4,8 +4,6 @@ A line is a command line, and words of the message behind a bar. A block is of o
 is given before each of its lines. In Python a row has keywords.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

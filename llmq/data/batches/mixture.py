@@ -10,8 +10,6 @@ goes through its samples in permuted epochs, as a source alone would.
 Drawing each place's source at random was refused: after n places the counts would be off by about sqrt(n).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

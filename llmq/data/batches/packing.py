@@ -20,8 +20,6 @@ things are done better than plain first-fit decreasing, which fills 99.4% of row
   over otherwise, and be packed by themselves (99.5% instead of 97.3% with 16 documents to a pack, 11.2 on average).
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence

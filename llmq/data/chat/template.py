@@ -10,8 +10,6 @@ that writes too much is stopped while it writes; one that takes too long is stop
 method or macro.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 All are streams (see llmq/data/stream.py).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ attention come from cuBLASLt and cuDNN, whose handles their modules take (`linea
 `attention.attention_kernels`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pkgutil import iter_modules

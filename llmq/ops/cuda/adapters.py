@@ -3,8 +3,6 @@
 See low_rank.cu, swiglu_low_rank.cu, scale_columns.cu, output_gain.cu, importance.cu and virtual_tokens.cu in cuda/.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

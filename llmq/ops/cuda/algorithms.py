@@ -6,8 +6,6 @@ for), a run folder or checkpoint carries the part that the run used, and what is
 disk says.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Causal attention on the GPU: cuDNN for bf16, our own exact kernels for f32, there to check the rest with."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -9,8 +9,6 @@ Cubins lie in the folder `kernels` of the cache (`llmq/disk.py`), under names th
 damaged one is made again. Where that folder takes none, they stay in memory until the process ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

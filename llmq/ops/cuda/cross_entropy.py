@@ -1,7 +1,5 @@
 """Cross-entropy and the sum of losses on the GPU; see cuda/cross_entropy.cu and cuda/loss_sum.cu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ Every algorithm gives the same bits each time: sums over split K go through the 
 through atomics or the output (whose dtype would round partial sums).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

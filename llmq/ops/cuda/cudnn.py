@@ -12,8 +12,6 @@ The deterministic backward repeats its bits, also in a captured graph, at the sp
 at 32x1024, 14/2 heads of 64; 918 against 974 us at 16x1024, 28/4 heads of 128). Its workspace is larger.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

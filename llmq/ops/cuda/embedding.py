@@ -1,7 +1,5 @@
 """Token embedding on the GPU; see cuda/embedding.cu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

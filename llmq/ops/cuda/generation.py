@@ -3,8 +3,6 @@
 See cached_attention.cu, cache_write.cu, token_linear.cu, penalize.cu and sample.cu in cuda/.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout, and noise on embedded tokens, on the GPU; see cuda/dropout.cu and cuda/embedding_noise.cu."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

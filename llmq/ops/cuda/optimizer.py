@@ -1,7 +1,5 @@
 """The update on the GPU; see cuda/optimizer.cu, cuda/sgd.cu and cuda/sum_squares.cu."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """RMSNorm of query and key heads on the GPU; see cuda/qk_norm.cu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 See cast.cu, transpose.cu, dequantize.cu, unpack.cu, quantize.cu, pack.cu, nest.cu and quantization_error.cu in cuda/.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

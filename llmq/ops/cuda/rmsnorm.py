@@ -1,7 +1,5 @@
 """RMSNorm on the GPU; see cuda/rmsnorm.cu."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

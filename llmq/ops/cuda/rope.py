@@ -1,7 +1,5 @@
 """Rotary embedding on the GPU; see cuda/rope.cu."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.errors import UsageError

@@ -1,7 +1,5 @@
 """SwiGLU on the GPU; see cuda/swiglu.cu."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.operands import Output, Tensor

@@ -8,8 +8,6 @@ by `bounds` (R + 1 numbers): those from bounds[r] up to bounds[r + 1] are rank r
 `world`; alone, an op makes of one rank's tensors what it says of all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -10,8 +10,6 @@ keeps the mean of the *square*: with that of the root, each rounding would add i
 beta_2 = 0.98. A v above 0 never gets the code 0, which would make the next update m / epsilon.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.operands import Tensor

@@ -1,7 +1,5 @@
 """Copies of a value in other forms, the scales that these use or bring with them, and how far copies are off."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

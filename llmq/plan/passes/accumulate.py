@@ -1,7 +1,5 @@
 """Which writes are added to what is there, and which calls collect the largest magnitude for delayed scales."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from llmq.ops.record import Call, Result

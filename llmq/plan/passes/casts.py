@@ -7,8 +7,6 @@ by one of its own, before the copy is cast. fp8 columns whose rows the producer 
 the rows: the same numbers with the same scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from llmq.ops.record import Call, Result

@@ -6,8 +6,6 @@ again costs less than keeping it. An offloaded slot is read in backward from its
 comes from the host.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which calls are made, and which forms of their results they write: those that something reads."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """One call for a token's linear map, the norm before and SwiGLU after it: a step of generation is bound by launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One call for SwiGLU's gradient and what the adapters of gate and up make of it: their value need not reach memory."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

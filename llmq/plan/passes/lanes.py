@@ -9,8 +9,6 @@ live no longer for it than that, however deep the model is. A copy to the host m
 that waits for a copy to the device recorded after it: so the pieces of an update take the memory of each other.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

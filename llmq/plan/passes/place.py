@@ -1,7 +1,5 @@
 """How long every tensor lives, and where in the arena of its home it lies."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

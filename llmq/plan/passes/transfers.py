@@ -4,8 +4,6 @@ A slot leaves as soon as it is written. It comes back a block ahead: its copy is
 layer before the one that reads it, so that it runs beside that layer's work and two layers' slots are on the device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The loader: order, ranks, seeking, the background thread, and what a run's data must be."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The order of samples: permutations of epochs; mixtures with exact shares, one sequence for every start and world."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path

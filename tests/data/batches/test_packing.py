@@ -1,7 +1,5 @@
 """Packs: every token once, nothing trained across a border; which documents share one, as full and fast as promised."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

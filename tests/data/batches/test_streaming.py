@@ -1,7 +1,5 @@
 """`--streaming`: the rows of the documents in their order, and the same rows from any of them on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Rows: which layout they have and why; windows of several files, with masks; which files a pattern names."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

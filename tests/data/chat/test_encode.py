@@ -1,7 +1,5 @@
 """Rows to tokens and masks: what is trained, what ends a document, what is too long, what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

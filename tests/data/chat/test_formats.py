@@ -1,7 +1,5 @@
 """Which format rows have, what a row holds, and what is said of a bad one."""
 
-from __future__ import annotations
-
 import re
 
 import click

@@ -1,7 +1,5 @@
 """What is trained in a chat: spans by template, samples of templates that rewrite earlier turns, tokens at borders."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

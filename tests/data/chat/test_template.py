@@ -1,7 +1,5 @@
 """Chat templates: text and ids as transformers', which one is taken, what a bad or a hostile one can do."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a name or path means: files, folders, globs and splits, and which part is kept for evaluation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data sets of the Hub: which files are which config and split, and the whole way against a stand-in."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

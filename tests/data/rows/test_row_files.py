@@ -1,7 +1,5 @@
 """Files of rows: every kind read alike from any row, bad rows named in their place, broken files named as a whole."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Sequences of rows go on from any position; shuffles and mixtures are those of Hugging Face's datasets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The cache: names by content, one maker at a time however it ends, and a memory for hashes that notices changes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

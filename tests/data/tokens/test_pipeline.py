@@ -1,7 +1,5 @@
 """Tokenizing in batches: order, positions, threads that end, and as fast as the tokenizers library alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Token files in the making: parts, and the same bytes however often and wherever the making was interrupted."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

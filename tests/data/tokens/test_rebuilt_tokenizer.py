@@ -1,7 +1,5 @@
 """The warning of a Qwen tokenizer that transformers 5 rebuilds: there exactly where its ids would be others."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

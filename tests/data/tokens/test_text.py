@@ -1,7 +1,5 @@
 """Documents, the evaluation split, and cuts after which the pieces tokenize like the whole."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Token files: the exact bytes of each version, what is refused, and that nothing half-written is ever seen."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable

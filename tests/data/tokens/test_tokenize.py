@@ -1,7 +1,5 @@
 """Whole tokenizations: the ids of the library on the whole text, files, sidecars."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command: its exit codes and messages, and what it leaves after a signal."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

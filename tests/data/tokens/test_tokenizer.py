@@ -1,7 +1,5 @@
 """Opening tokenizers: where they come from, which token is EOS; sidecars and the tokenizer's copy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

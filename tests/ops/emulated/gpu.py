@@ -1,7 +1,5 @@
 """A GPU that is not there: launchers of `llmq.ops.cuda` run their kernels on the CPU, on arrays of the host."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

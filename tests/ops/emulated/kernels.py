@@ -1,7 +1,5 @@
 """Kernels of cuda/ compiled for the CPU: the source that NVRTC gets, assembly made into calls, by the system's g++."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
