@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, FP8_HEAD, plan_of, tiny
 
-from llmq.cli import estimate as command
+from llmq.cli import estimate, shell
 from llmq.disk import GIB, MIB, shown, size_bytes
 from llmq.engine import advice
 from llmq.engine.advice import Limits, lacking, refuse_if_too_large, remedies, requests
@@ -186,7 +186,7 @@ def test_the_level_that_shares_all_is_a_remedy_of_many_ranks():
 def estimated(capsys, *arguments):
     """The settings of the error of an estimate: lines without their numbers, bytes of the device, and of the host."""
     with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
+        shell.main(estimate.command, arguments)
     said = capsys.readouterr().err
     rows = re.findall(
         r"^\d +([\d,]+) +([\d.]+ \w+) +([\d,.]+ \w+)  (--.*)$", said.replace("0 bytes", "0 B"), re.MULTILINE
