@@ -194,7 +194,7 @@ class StoreServer:
 
     def _serve(self, channel: Channel, address: str) -> None:
         """One rank, from its first message to its end."""
-        match hello := channel.receive(HANDSHAKE_S):
+        match hello := channel.receive(time.monotonic() + HANDSHAKE_S):
             case {"rank": int(rank), "size": int(size), "port": int(port), "pid": int(pid), "seconds": float(seconds)}:
                 is_here = ipaddress.ip_address(address).is_loopback
                 member = _Member(channel, address, (None if is_here else address, port), is_here and pid == os.getpid())

@@ -45,7 +45,7 @@ class TcpWorld:
         callers: Queue[tuple[int, socket.socket]] = Queue()
 
         def let_in(channel: Channel, address: str) -> None:
-            match head := channel.receive(HANDSHAKE_S):
+            match head := channel.receive(time.monotonic() + HANDSHAKE_S):
                 case {"from": int(caller), "to": int(called)} if called == rank < caller < size:
                     channel.send({})
                     callers.put((caller, channel.socket))

@@ -11,6 +11,7 @@ import ipaddress
 import json
 import random
 import secrets
+import select
 import socket
 import socketserver
 import struct
@@ -21,6 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 HANDSHAKE_S = 5.0  # in which a connection has to prove that it belongs to the run
+SEND_S = 10.0  # in which the other side has to take a message
 ANSWER_S = 10.0  # that an answer may take beyond the deadline
 STRANGER_BYTES, MESSAGE_BYTES = 1 << 10, 16 << 20  # of a message before the proof, and after it
 LENGTH = struct.Struct("!I")
@@ -43,8 +45,8 @@ class WrongToken(Refused):
 class Channel:
     """A connected socket. Any thread may send, one receives.
 
-    OSError (TimeoutError is one) if the connection ends, or nothing comes for some seconds; Refused if what comes is no
-    message.
+    OSError (TimeoutError is one) if the connection or the time (`until`, of the monotonic clock) ends, Refused if what
+    comes is no message.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -54,10 +56,13 @@ class Channel:
         for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):  # macOS calls the first one otherwise
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.settimeout(SEND_S)
         self.socket = connection
         self._sends = threading.Lock()
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
 
-    def call(self, token: str, purpose: str, seconds: float) -> None:
+    def call(self, token: str, purpose: str, until: float) -> None:
         """The handshake of the side that connects. The other side proves itself first, so a wrong token is known here.
 
         A proof holds for one side, one `purpose` and two challenges: it cannot be sent back or elsewhere. Refused if
@@ -65,16 +70,16 @@ class Channel:
         """
         mine = secrets.token_hex(32)
         self.send({"challenge": mine})
-        answer = self._greeting(seconds)
+        answer = self._greeting(until)
         theirs = str(answer.get("challenge"))
         _check(answer, token, f"answers {purpose} {mine} {theirs}")
         self.send({"proof": _proof(token, f"calls {purpose} {mine} {theirs}")})
 
-    def answer(self, token: str, purpose: str) -> None:
+    def answer(self, token: str, purpose: str, until: float) -> None:
         """The handshake of the side that was connected to, which says nothing to strangers. Errors as in `call`."""
-        theirs, mine = str(self._greeting(HANDSHAKE_S).get("challenge")), secrets.token_hex(32)
+        theirs, mine = str(self._greeting(until).get("challenge")), secrets.token_hex(32)
         self.send({"challenge": mine, "proof": _proof(token, f"answers {purpose} {theirs} {mine}")})
-        _check(self._greeting(HANDSHAKE_S), token, f"calls {purpose} {theirs} {mine}")
+        _check(self._greeting(until), token, f"calls {purpose} {theirs} {mine}")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message."""
@@ -82,14 +87,13 @@ class Channel:
         with self._sends:
             self.socket.sendall(LENGTH.pack(len(text)) + text)
 
-    def receive(self, seconds: float | None = None, limit: int = MESSAGE_BYTES) -> dict[str, Any]:
+    def receive(self, until: float | None = None, limit: int = MESSAGE_BYTES) -> dict[str, Any]:
         """Receives a message of at most `limit` bytes."""
-        self.socket.settimeout(seconds)
-        (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size))
+        (num_bytes,) = LENGTH.unpack(self._read(LENGTH.size, until))
         if num_bytes > limit:
             raise Refused(f"a message of {num_bytes} bytes, above the limit of {limit}")
         try:
-            message = json.loads(self._read(num_bytes))
+            message = json.loads(self._read(num_bytes, until))
         except (ValueError, RecursionError) as error:
             raise Refused(f"a message that is not JSON: {error}") from error
         if not isinstance(message, dict):
@@ -106,15 +110,18 @@ class Channel:
         self.end()
         self.socket.close()
 
-    def _greeting(self, seconds: float) -> dict[str, Any]:
+    def _greeting(self, until: float) -> dict[str, Any]:
         try:
-            return self.receive(seconds, STRANGER_BYTES)
+            return self.receive(until, STRANGER_BYTES)
         except Refused as error:
             raise Refused("what answers is no process of llmq, or one of another version") from error
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, count: int, until: float | None) -> bytes:
         data = bytearray()
         while len(data) < count:
+            left = None if until is None else max(0.0, 1000 * (until - time.monotonic()))
+            if not self._arrivals.poll(left):
+                raise TimeoutError("timed out")
             received = self.socket.recv(count - len(data))
             if not received:
                 raise ConnectionResetError("the connection was closed")
@@ -147,9 +154,9 @@ def introduced(
             channel = Channel(socket.create_connection((host, port), timeout=seconds))
             if channel.socket.getsockname() == channel.socket.getpeername():
                 raise ConnectionRefusedError("nothing listens there")  # and TCP has met itself
-            channel.call(token, purpose, seconds)
+            channel.call(token, purpose, time.monotonic() + seconds)
             channel.send(hello())
-            return channel, channel.receive(max(0.0, until - time.monotonic()) + ANSWER_S)
+            return channel, channel.receive(until + ANSWER_S)
         except BaseException as error:
             if channel:
                 channel.close()
@@ -214,7 +221,7 @@ class Door(socketserver.ThreadingTCPServer):
                 oldest.end()
         try:
             try:
-                channel.answer(self._token, self._purpose)
+                channel.answer(self._token, self._purpose, time.monotonic() + HANDSHAKE_S)
             finally:
                 with self._turn:
                     self._strangers.pop(channel, None)

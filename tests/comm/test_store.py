@@ -32,6 +32,11 @@ def joined(server, rank, size, *, token=TOKEN, deadline=20.0):
     return Membership.join(HOST, server.port, rank, size, token, deadline, own_port=rank)
 
 
+def soon():
+    """Until when a message may come."""
+    return time.monotonic() + 5
+
+
 def met(member):
     """The numbers of the ranks that a rank can reach."""
     return [port for _, port in member.places]
@@ -123,10 +128,10 @@ def test_another_token_is_refused_and_mentioned():
             joined(server, 1, 2, token="another")
         stranger = wire.Channel(socket.create_connection((HOST, server.port)))
         stranger.send({"challenge": "x"})
-        assert stranger.receive(5).keys() == {"challenge", "proof"}
+        assert stranger.receive(soon()).keys() == {"challenge", "proof"}
         stranger.send({"proof": "x"})  # although the server has another token
         with pytest.raises(ConnectionError):
-            stranger.receive(5)
+            stranger.receive(soon())
         stranger.close()
         with pytest.raises(WorldError, match=r"rank 1 did not come.*127.0.0.1 with another job token was refused"):
             joined(server, 0, 2)
@@ -161,7 +166,10 @@ def pair():
 
 
 def test_the_token_is_never_sent_and_no_proof_holds_twice():
-    talks = [handshake(lambda one: one.call(TOKEN, "a", 5), lambda one: one.answer(TOKEN, "a")) for _ in range(2)]
+    talks = [
+        handshake(lambda one: one.call(TOKEN, "a", soon()), lambda one: one.answer(TOKEN, "a", soon()))
+        for _ in range(2)
+    ]
     assert TOKEN not in str(talks) and [len(talk) for talk in talks] == [3, 3]
     values = [value for talk in talks for message in talk for value in message.values()]
     assert len(values) == len(set(values)) == 8
@@ -173,11 +181,11 @@ def test_a_proof_cannot_be_sent_back_or_elsewhere(purpose):
 
     def parrot(channel):
         channel.send({"challenge": "c"})
-        channel.send({"proof": channel.receive(5)["proof"]})
+        channel.send({"proof": channel.receive(soon())["proof"]})
 
     def answers(channel):
         with pytest.raises(wire.WrongToken):
-            channel.answer(TOKEN, purpose)
+            channel.answer(TOKEN, purpose, soon())
 
     handshake(parrot, answers)
 
@@ -206,6 +214,18 @@ def test_strangers_do_not_disturb(monkeypatch):
     assert found == [[0, 1], [0, 1]]
 
 
+def test_a_stranger_that_says_little_at_a_time_is_cut_off(monkeypatch):
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.5)
+    with served(1) as server, socket.create_connection((HOST, server.port)) as stranger:
+        began = time.monotonic()
+        stranger.sendall(wire.LENGTH.pack(256))
+        with suppress(OSError):
+            while time.monotonic() < began + 5:
+                stranger.sendall(b" ")
+                time.sleep(0.05)
+        assert time.monotonic() < began + 4
+
+
 def test_a_message_above_the_limit_is_refused():
     with served(1) as server:
         member = joined(server, 0, 1)
@@ -232,7 +252,7 @@ def test_another_number_of_ranks_is_named():
 def test_a_rank_may_come_again_until_all_are_here():
     with served(2) as server:
         channel = wire.Channel(socket.create_connection((HOST, server.port)))
-        channel.call(TOKEN, store.PURPOSE, 5)
+        channel.call(TOKEN, store.PURPOSE, soon())
         channel.send({"rank": 1, "size": 2, "port": 0, "pid": 0, "seconds": 5.0})
         time.sleep(0.1)
         channel.close()

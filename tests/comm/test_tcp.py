@@ -158,7 +158,7 @@ def test_strangers_are_not_taken_for_ranks(monkeypatch):
                 channel = wire.Channel(socket.create_connection((HOST, own_port)))
                 strangers.append(channel)
                 with suppress(wire.WrongToken):
-                    channel.call(token, tcp.PURPOSE, 5)
+                    channel.call(token, tcp.PURPOSE, time.monotonic() + 5)
                     channel.send({"from": 0, "to": 0})
             return Membership.join(*where, own_port=own_port)
 
