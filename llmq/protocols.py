@@ -130,8 +130,8 @@ class GradStore(Protocol):
     def walk(self, ops: Ops, parts: Iterable[PartName]) -> Iterator[Parameters]:
         """Yields what each part adds its gradients to; it is complete when the next one is asked for."""
 
-    def sums(self, ops: Ops, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields the gradient of each trained row, or of those named in `only`, as the optimizer reads it."""
+    def sums(self, ops: Ops) -> Iterator[Ref]:
+        """Yields the gradient of each trained row, as the optimizer reads it."""
 
-    def shares(self, ops: Ops, only: Container[str] | None = None) -> Iterator[Ref]:
-        """Yields what this rank adds to the norm of the whole gradient, or of those rows."""
+    def shares(self, ops: Ops) -> Iterator[Ref]:
+        """Yields what this rank adds to the norm of the whole gradient."""

@@ -207,11 +207,6 @@ def export_folder(options: ExportOptions) -> Path:
     return Path(options.out_dir)
 
 
-def exports_anyway(options: ExportOptions) -> bool:
-    """Whether a ruined model is exported, too."""
-    return options.export_anyway
-
-
 def finish_export(options: ExportOptions) -> None:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
     disk.remove_leftovers(_resolved(Path(options.out_dir)), kept=_is_other)
