@@ -337,6 +337,14 @@ def test_the_way_to_a_step_is_functions_that_fit_a_screen(module):
     assert not [f.name for f in functions if f.end_lineno - f.lineno >= SCREEN]
 
 
+def test_a_method_of_adaptation_is_asked_at_five_places():
+    """Where a model is built, what surrounds a step, first values, export and resume; `Spec` answers for the rest."""
+    asking = {name for name, path in modules().items() if re.search(r"\bspec\.adapters\b", path.read_text("utf-8"))}
+    own = {name for name in asking if name.startswith(("llmq.adapters", "llmq.options"))} | {"llmq.plan.spec"}
+    training = {f"llmq.training.{name}" for name in ("prepare", "exports", "saving")}
+    assert asking - own == {"llmq.plan.build", "llmq.plan.recordings", *training}
+
+
 def test_the_cuda_folder_is_no_package():
     """A package named `cuda` in the checkout would shadow NVIDIA's."""
     assert not list((ROOT / "cuda").rglob("*.py"))

@@ -164,7 +164,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     export_base(config, tmp_path / "base")
     model.float().save_pretrained(tmp_path / "theirs")
     run, source = runs[1], find_source(str(tmp_path / "base"))
-    export = adapters.exported(export_of(adapters, run, tmp_path / "ours", tmp_path / "base"), run.plan.tracked, run)
+    export = run.plan.tracked.exported(export_of(adapters, run, tmp_path / "ours", tmp_path / "base"), run)
     export.write(lambda row: run.parameter(row.name))
     one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}

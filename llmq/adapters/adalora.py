@@ -12,7 +12,7 @@ that are kept of the `init_r` which each adapter began with; `rank_pattern` says
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -21,9 +21,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import PlainValidator
 
-from llmq.adapters.importance import Budget, Importance
+from llmq.adapters.importance import Budget, Importance, Patterns
 from llmq.adapters.lora import Lora
-from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
+from llmq.adapters.method import Change, ReadTensor, SiteFacts, Tracked
 from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Rank, Read, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of, shared
 from llmq.files.source import Values
@@ -35,7 +35,6 @@ from llmq.sites.adalora import AdaLoraAdapter
 from llmq.stores.sharding import Shards
 
 TRIPLET = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[ABE]")
-Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
 # PEFT's names of what a budget says, with their defaults there
 FIELDS: dict[str, tuple[str, float]] = {
     "target_rank": ("target_r", 8),
@@ -124,15 +123,7 @@ class AdaLora(Lora):
         """Sensitivity and uncertainty of the parameters of adapters, unless the schedule is spent."""
         if self.schedule.spent:
             return super().tracked(rows, stat, shards)
-        return Importance(rows, stat, self.schedule, shards)
-
-    def exported(self, export: Any, tracked: Tracked, engine: Programs) -> Any:
-        """The export of what is kept, alone."""
-        if not isinstance(tracked, Importance):
-            return export
-        patterns = tracked.patterns(tracked.kept(engine))
-        about = {**export.about, "rank_pattern": rank_pattern(patterns)}
-        return replace(export, about=about, stored=partial(_kept, patterns))
+        return Importance(rows, stat, self.schedule, shards, _exported)
 
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""
@@ -186,6 +177,12 @@ def scale_of_triplets(rank: int, alpha: float) -> float:
 def rank_pattern(patterns: Patterns) -> dict[str, list[bool]] | None:
     """PEFT's `rank_pattern`; None where all is kept."""
     return {f"{name}.lora_E": list(kept) for name, kept in patterns.items()} or None
+
+
+def _exported(export: Any, patterns: Patterns) -> Any:
+    """The export of what is kept, alone."""
+    about = {**export.about, "rank_pattern": rank_pattern(patterns)}
+    return replace(export, about=about, stored=partial(_kept, patterns))
 
 
 def _kept(patterns: Patterns, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:

@@ -1,6 +1,6 @@
 """When AdaLoRA chooses ranks, and how important the parameters of adapters are by which it does."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from llmq.stores.sharding import Shards
 from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 
 ALIGNED = 4  # the flags of a row begin at a multiple of this, as kernels read 16 bytes at a time
+Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
+ExportKept = Callable[[Any, Patterns], Any]
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
 
 
@@ -79,14 +81,17 @@ class Scores(NamedTuple):
 
 
 class Importance(Tracked):
-    """The scores of the rows of adapters under a budget, in `dtype`; with `shards`, those of this rank's share."""
+    """The scores of the rows of adapters under a budget, in `dtype`; with `shards`, those of this rank's share.
+    `export` makes the export of what is kept."""
 
     titles = dict.fromkeys(Scores._fields, "Importance")
     first = {SUMS: 0, KEPT: 1}
     saved = (KEPT,)
 
-    def __init__(self, rows: Sequence[Row], dtype: str, budget: Budget, shards: Shards | None) -> None:
-        self.budget, self._shards, self.updates = budget, shards, (self._update,)
+    def __init__(
+        self, rows: Sequence[Row], dtype: str, budget: Budget, shards: Shards | None, export: ExportKept
+    ) -> None:
+        self.budget, self._shards, self.updates, self._export = budget, shards, (self._update,), export
         self.rows = {row.name: row for row in rows if row.file == FILE and ".lora_" in row.name}
         self.refs = {name: Scores(*self._states(row, dtype)) for name, row in self.rows.items()}
         self._first: dict[str, int] = {}  # places of each row's sums
@@ -142,6 +147,10 @@ class Importance(Tracked):
             f"Step {step}: {sum(ranks)} of {self.num_triplets} singular values are kept, {min(ranks)} to "
             f"{max(ranks)} of a map"
         )
+
+    def exported(self, export: Any, engine: Programs) -> Any:
+        """The export of what is kept, alone."""
+        return self._export(export, self.patterns(self.kept(engine)))
 
     def kept(self, engine: Programs) -> np.ndarray:
         """Flags of all triplets: what is kept now."""

@@ -218,10 +218,6 @@ class Lora(Method):
         ranks = sorted({target.rank for target in self.targets})
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
-    def facts(self) -> dict[str, Any]:
-        """Rank and magnitudes, too."""
-        return {**super().facts(), "lora_rank": self.rank, "dora": self.dora}
-
     def tile_problems(self) -> Iterator[str]:
         """Dropout."""
         if self.dropout:

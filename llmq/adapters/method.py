@@ -87,6 +87,10 @@ class Tracked:
         """Called after the update of a step, which it may change; returns a line for the log."""
         return None
 
+    def exported(self, export: Any, engine: Programs) -> Any:
+        """The export of a finished run, with what was chosen while it trained."""
+        return export
+
 
 @dataclass(frozen=True)
 class Method:
@@ -203,10 +207,6 @@ class Method:
         """What is trained, before the numbers of parameters."""
         return "A part of the model"
 
-    def facts(self) -> dict[str, Any]:
-        """What a benchmark records of it."""
-        return {"lora_rank": None, "dora": False, "base_dtype": self.base}
-
     # what goes with it
 
     def tile_problems(self) -> Iterator[str]:
@@ -218,10 +218,6 @@ class Method:
     def peft_config(self, config: ModelConfig) -> About:
         """What PEFT's config of it says beside that of all methods."""
         raise NotImplementedError
-
-    def exported(self, export: Any, tracked: Tracked, engine: Programs) -> Any:
-        """The export of a finished run, with what was chosen while it trained."""
-        return export
 
     def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""

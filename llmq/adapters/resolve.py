@@ -29,7 +29,7 @@ from llmq.files.source import ModelSource, Values, fingerprint, open_parameters
 from llmq.files.tensor_files import Stored, by_kind, read_tensor, tensors_of
 from llmq.model.config import ModelConfig, problems_of, read_json
 from llmq.model.held import AS_IT_IS, HELD_FORMS, HeldBase
-from llmq.model.parameters import num_parameters, parameter_rows
+from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Row
 
@@ -94,13 +94,6 @@ def base_notes(options: AdapterOptions, source: ModelSource, held: HeldBase, see
         yield f"{options.adapter} was trained on a base in {trained_on.held}, and this run holds it in {held}"
     elif held.is_quantized and options.base_dtype is None:
         yield f"The base is held in {held}, as {options.adapter} was trained on it (--base-dtype {held.base})"
-
-
-def note(adapters: Method, rows: Sequence[Row]) -> str:
-    """One line on what is trained: `Adapters of rank 16 on 196 linear maps: 40,370,176 of 7,656,... parameters`."""
-    trained, every = (num_parameters(kept) for kept in ([row for row in rows if row.trainable], rows))
-    counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
-    return f"{adapters.words()}: {counts}"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def result_of(
         "scaling": None,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "predicted_tokens_per_second": predicted_rate(plan, machine.where.card, speed.tokens_per_step),
-        **spec.adapters.facts(),
+        **{name: one.flat.get(name) for name in ("lora_rank", "dora", "base_dtype")},
         "sol": median / num_gpus * spec.light_s(machine.peaks),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),

@@ -46,7 +46,7 @@ def rows_of(spec: Spec, model: Model) -> tuple[Row, ...]:
 def _stored(spec: Spec, row: Row) -> Row:
     """A row in the form that it is held in, if it is the weight of a layer's linear map: that of the base where it is
     frozen, 8 bits where it is trained without a master."""
-    base, p = spec.adapters.base, spec.precision
+    base, p = spec.base, spec.precision
     if base not in (None, *HELD_FORMS, p.model):
         raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
     # Embedding, head and norms stay as they are: bitsandbytes and PEFT quantize linear layers alone, too.

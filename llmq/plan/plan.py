@@ -144,7 +144,7 @@ class Plan:
     @property
     def held_base(self) -> HeldBase:
         """How the run holds a frozen model."""
-        base, forms = self.spec.adapters.base, {row.name: row.stored for row in self.rows if row.stored is not None}
+        base, forms = self.spec.base, {row.name: row.stored for row in self.rows if row.stored is not None}
         single = (name for name, form in forms.items() if form.dtype == "e4m3" and form.scaling != "tilewise")
         return HeldBase(base if base in HELD_FORMS else None, self.spec.precision.model, frozenset(single))
 

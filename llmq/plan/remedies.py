@@ -94,11 +94,9 @@ def alternatives(spec: Spec, *, may_relax: bool) -> list[Alternative]:
     """What changes numbers, or the bits of the next run, the mildest first."""
     # The deterministic attention backward of cuDNN has a workspace that grows with the square of the sequence.
     found = [Alternative(relaxed=True)] if may_relax else []
-    adapters = spec.adapters
     if spec.freezes:
-        base = replace(adapters, base="nf4")
-        has_maps = bool(adapters.targets) and adapters.base in (None, "bf16")
-        return [*found, *([Alternative((lambda spec: replace(spec, adapters=base),), 1)] if has_maps else [])]
+        nf4 = Alternative((lambda spec: spec.with_base("nf4"),), 1)
+        return [*found, nf4] if spec.base in (None, "bf16") and spec.adapts_maps else found
     return [*found, *moments(spec)]
 
 
@@ -331,8 +329,8 @@ def _dtypes_changed(before: Spec, after: Spec) -> Iterator[tuple[str, Any]]:
     for key, name in (("master_dtype", "master"), ("grad_accum_dtype", "grad"), ("matmul_dtype", "matmul")):
         if getattr(new, name) != getattr(old, name):
             yield key, getattr(new, name)
-    if after.adapters.base != before.adapters.base:
-        yield "base_dtype", after.adapters.base
+    if after.base != before.base:
+        yield "base_dtype", after.base
 
 
 def _hosts_changed(before: Spec, after: Spec) -> dict[str, bool]:

@@ -74,6 +74,25 @@ class Spec:
         return self.adapters.freezes
 
     @property
+    def base(self) -> str | None:
+        """The dtype that a frozen model's linear maps are held in; None: the model's."""
+        return self.adapters.base
+
+    def with_base(self, base: str) -> Spec:
+        """The same with a frozen model's linear maps in another dtype."""
+        return replace(self, adapters=replace(self.adapters, base=base))
+
+    @property
+    def adapts_maps(self) -> bool:
+        """Whether something is trained beside linear maps of a frozen model."""
+        return bool(self.adapters.targets)
+
+    @property
+    def trained(self) -> str:
+        """What is trained, in words."""
+        return self.adapters.words()
+
+    @property
     def text_len(self) -> int:
         """Tokens of a row that are read from data."""
         return self.seq_len - self.adapters.num_virtual

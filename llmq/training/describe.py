@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from llmq.adapters import resolve as adapters
 from llmq.data.chat.encode import sample_text
 from llmq.disk import MIB, shown
 from llmq.engine.predict import predicted_rate
@@ -30,7 +29,9 @@ def describe(run: Ready, given: Collection[str], matmuls: Mapping[str, str]) -> 
     log.section("model", {"path": run.source.name, "parameters": size, "architecture": config.architecture})
     log.say(f"Model: {run.source.name}, {size / 1e6:,.1f} million parameters")
     if not all(row.trainable for row in plan.rows):
-        log.say(adapters.note(plan.spec.adapters, plan.rows))
+        trained, every = (num_parameters(kept) for kept in ([row for row in plan.rows if row.trainable], plan.rows))
+        counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"
+        log.say(f"{plan.spec.trained}: {counts}")
     _describe_data(run)
     if matmuls:
         log.section("matmuls", matmuls, "Matmuls")

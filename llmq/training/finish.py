@@ -67,9 +67,9 @@ class _ToDisk:
 
     def finished(self, export: Export) -> Export:
         """The export of what is trained, with what was chosen on the way, and with a record of its frozen base."""
-        adapters, plan = self.run.plan.spec.adapters, self.engine.plan
-        export = adapters.exported(export, plan.tracked, self.engine)
-        if not adapters.freezes:
+        plan = self.engine.plan
+        export = plan.tracked.exported(export, self.engine)
+        if not plan.spec.freezes:
             return export
         base = AdapterBase(self.run.base or weights_of(self.run.source, plan.spec.seed), plan.held_base)
         return replace(export, beside={BASE: base.to_json()})
@@ -79,7 +79,7 @@ class _ToDisk:
         for export in exports:
             about = {MERGED_RECORD: merged_record(self.run.source, [adapter])} if self.run.ranks.is_first else {}
             path = self.write(replace(export, beside=about), "Merging", {})
-            held = self.run.plan.spec.adapters.base
+            held = self.run.plan.spec.base
             self.run.log.say(f"Merged into {f'the base in {held}' if held else 'the base'}: {path}", least=SUMMARY)
             return path
         old = adapter / MERGED
