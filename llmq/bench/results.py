@@ -44,7 +44,7 @@ def result_of(
     """The result of a configuration. `speed` is that of all GPUs, memory and readings are those of one. Tokens/s are
     predicted by the planner's model."""
     plan, gpu, (median, low, high) = speed.plan, machine.where.gpu, speed.tokens_per_second
-    spec = plan.spec
+    spec, options = plan.spec, one.options().to_flat()
     nvml_bytes = [reading.used_bytes for reading in speed.readings if reading.used_bytes is not None]
     return {
         "model": one.model,
@@ -60,7 +60,7 @@ def result_of(
         "scaling": None,
         "tokens_per_second": {"median": median, "min": low, "max": high},
         "predicted_tokens_per_second": predicted_rate(plan, machine.where.card, speed.tokens_per_step),
-        **{name: one.flat.get(name) for name in ("lora_rank", "dora", "base_dtype")},
+        **{name: options[name] for name in ("lora_rank", "dora", "base_dtype")},
         "sol": median / num_gpus * spec.light_s(machine.peaks),
         "ceiling_share": found.share,
         "step_s": list(speed.seconds),

@@ -10,7 +10,7 @@ from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.bench import results as bench_results
-from llmq.bench.configuration import Configuration
+from llmq.bench.configuration import GENERATED, Configuration
 from llmq.bench.ladder import Ceilings, Ladder, Machine, Rung
 from llmq.bench.results import document, gpu_during, result_of, save
 from llmq.engine.measure import Speed
@@ -40,7 +40,9 @@ def result(model="m", dtype="fp32", seconds=(0.2, 0.1, 0.25), readings=READINGS,
     plan = plan_of(FP32)
     speed = Speed(plan, 64, seconds, 3.0, (4.5, 4.25), (), readings, 12345)
     found = Ladder(RUNGS, speed.micro_batch_ms)
-    one = Configuration(BenchOptions(), model, dtype, Facts(plan.spec.config, CPU), {}, frozenset())
+    one = Configuration(
+        BenchOptions(), model, dtype, Facts(plan.spec.config, CPU), {**GENERATED, "model": model}, frozenset()
+    )
     made = result_of(one, speed, found, machine())
     return {**made, "gpu": {**made["gpu"], "other_processes": others}}
 
