@@ -151,16 +151,6 @@ def whole_folder(path: Path, kept: Callable[[str], bool] | None = None) -> Itera
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-@contextmanager
-def discarded_on_error(folder: Path) -> Iterator[None]:
-    """Removes an unfinished folder when what fills it fails."""
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 def replace_folder(path: Path, fresh: Path, kept: Callable[[str], bool] | None = None) -> None:
     """Gives the folder `fresh` the name `path`, with all that is in it durable; one that is there makes way. OSError.
 

@@ -21,7 +21,7 @@ from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
 from llmq.files.huggingface import Export
 from llmq.files.manifest import canonical
-from llmq.files.source import initial_parameters, open_source
+from llmq.files.source import open_parameters, open_source
 from llmq.model.config import to_hf
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
@@ -106,7 +106,7 @@ def write_weights(source, to, times=1, tokenizer=None):
     """Writes a model folder with `times` the initial weights of one without, and with the files of a tokenizer's."""
     found = open_source(ModelOptions(model=str(source), from_scratch=True))
     rows = parameter_rows(found.config)
-    values = {row.name: times * value for row, value in initial_parameters(found, rows, 7)}
+    values = {row.name: times * value for row, value in open_parameters(found, 7)(rows)}
     Export(to, found.config, rows, "fp32", tokenizer).write(lambda row: values[row.name])
 
 

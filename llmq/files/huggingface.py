@@ -136,9 +136,9 @@ class Export:
         needed = export_bytes(self.rows, self.dtype) + copied + disk.MIB
         with _storage(folder):
             disk.finish_folder(folder, kept=_is_other)
-            _check_target(folder, self.overwrite)
-            if room:
-                disk.check_free_space({"the model": (folder, needed)})
+        refuse_taken(folder, self.overwrite)
+        if room:
+            disk.check_free_space({"the model": (folder, needed)})
         return needed
 
     def write(self, read: Callable[[Row], np.ndarray]) -> Path:
@@ -148,8 +148,7 @@ class Export:
         in order. A model that is there is replaced only once the new one is complete; files in the folder that are no
         part of a model stay. StorageError where the disk fails; what was there before is then intact.
         """
-        folder, needed = _resolved(self.folder), self.check()
-        disk.remove_leftovers(folder, kept=_is_other)
+        folder, needed = finish_model(self.folder), self.check()
         with _storage(folder, needed=needed), disk.whole_folder(folder, kept=_is_other) as new:
             self.write_model(new, read)
             for name, contents in self.beside.items():
@@ -192,31 +191,15 @@ def open_export(
     return make(Path(options.out_dir), config, rows, dtype, tokenizer_folder, overwrite, chat_templates)
 
 
-def overwrites(options: ExportOptions) -> bool:
-    """Whether the run takes the place of what an earlier one left."""
-    return options.overwrite
-
-
 def is_of_run(options: ExportOptions, earlier: Mapping[str, Any]) -> bool:
     """Whether a run with the options `earlier` exported to the same folder: a model in it is that run's."""
     return "out_dir" in earlier and _resolved(Path(earlier["out_dir"])) == _resolved(Path(options.out_dir))
 
 
-def export_folder(options: ExportOptions) -> Path:
-    """Where the finished model goes."""
-    return Path(options.out_dir)
-
-
-def finish_export(options: ExportOptions) -> None:
+def finish_model(folder: Path) -> Path:
     """Completes an export that was cut off: files that stood beside the old model, such as checkpoints, are back."""
-    disk.remove_leftovers(_resolved(Path(options.out_dir)), kept=_is_other)
-
-
-def refuse_taken(options: ExportOptions) -> None:
-    """StorageError if the model of a run cannot take its place."""
-    folder = _resolved(Path(options.out_dir))
-    with _storage(folder):
-        _check_target(folder, options.overwrite)
+    disk.remove_leftovers(folder := _resolved(folder), kept=_is_other)
+    return folder
 
 
 def remove_model(folder: Path) -> bool:
@@ -246,24 +229,25 @@ def _pieces(rows: Sequence[Row], dtype: str) -> list[Piece]:
     return [Piece(name, shape, DTYPES[dtype]) for name, shape in _shapes(rows).items()]
 
 
-def _check_target(folder: Path, overwrite: bool) -> None:
-    """StorageError unless a model folder can take this place."""
-    if folder.exists():
-        if not folder.is_dir():
+def refuse_taken(folder: Path, overwrite: bool) -> None:
+    """StorageError unless a model can take this place."""
+    folder = _resolved(folder)
+    with _storage(folder):
+        if folder.exists() and not folder.is_dir():
             raise StorageError(f"{folder} is a file: give another --out-dir")
         if os.path.ismount(folder) or folder == Path.cwd():
             what = "a mount point" if os.path.ismount(folder) else "the current folder"
             raise StorageError(f"{folder} is {what}, which cannot be replaced as a whole: give a folder inside it")
-        there = sorted(entry.name for entry in folder.iterdir() if _is_ours(entry.name))
+        there = sorted(filter(_is_ours, os.listdir(folder))) if folder.exists() else []
         if there and not overwrite:
             more = " ..." if len(there) > 3 else ""
             raise StorageError(
                 f"{folder} already holds a model ({', '.join(there[:3])}{more}): "
                 "use another --out-dir, or --overwrite to replace it"
             )
-    parent = disk.existing_folder(folder.parent)
-    if not disk.takes_files(parent):
-        raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
+        parent = disk.existing_folder(folder.parent)
+        if not disk.takes_files(parent):
+            raise StorageError(f"{parent} is not a folder that can be written to: give another --out-dir")
 
 
 def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | None) -> None:

@@ -118,11 +118,6 @@ def _places(low: list[int], high: list[int], start: Box) -> tuple[slice, ...]:
     return tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
 
 
-def folder_name(step: int) -> str:
-    """`step-00000012`."""
-    return f"step-{step:08d}"
-
-
 def found(folder: Path) -> dict[int, Path]:
     """Checkpoints in a folder by step, complete by their names."""
     try:

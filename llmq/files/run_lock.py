@@ -1,9 +1,9 @@
 """The lock that a run holds on everything that it writes, from its start to its end.
 
 Two runs of one name would rotate each other's log and delete each other's checkpoints. So each output (log file,
-checkpoint folder, model folder) has a lock file, and beside it a JSON file that says who holds it. The lock is one of
-the operating system, which ends with its process however that ends: a JSON file without a held lock was left by a
-killed process, and is replaced. Forked children do not inherit the lock (filelock closes it in them).
+checkpoint folder, model folder) has a lock file, and beside it a text on who holds it. The lock is one of the operating
+system, which ends with its process however that ends: a text without a held lock was left by a killed process, and is
+replaced. Forked children do not inherit the lock (filelock closes it in them).
 
 Some network file systems have no locks. There a file with the id of its process is the lock (filelock's SoftFileLock),
 which is stale if it is of this host and its process is gone. Of a process on another host that cannot be known.
@@ -22,10 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
-from pydantic import Field, TypeAdapter
 
 from llmq.disk import beside, existing_folder, storage, write_whole
 from llmq.errors import StorageError
@@ -44,8 +42,8 @@ class RunOutput:
 
     @property
     def holder(self) -> Path:
-        """The JSON file that says who holds the lock."""
-        return self.lock.with_name(f"{self.lock.name}.json")
+        """The file that says who holds the lock."""
+        return self.lock.with_name(f"{self.lock.name}.txt")
 
 
 def replaced_whole(option: str, path: Path) -> RunOutput:
@@ -60,45 +58,17 @@ def kept_folder(option: str, path: Path) -> RunOutput:
     return RunOutput(option, path, path / ".lock")
 
 
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lock, in words; the operating system, or filelock, decides whether it is held."""
-
-    pid: Annotated[int, Field(gt=0, strict=True)]
-    host: str
-    user: str
-    started: str
-    command: str
-
-    @classmethod
-    def this_process(cls) -> Holder:
-        """As of now."""
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # a container's user may have no name
-            user = str(os.getuid())
-        command = shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]])
-        if len(command) > LONGEST_COMMAND:
-            command = f"{command[: LONGEST_COMMAND - 4]} ..."
-        started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        return cls(os.getpid(), socket.gethostname(), user, started, command)
-
-    @classmethod
-    def read(cls, path: Path) -> Holder | None:
-        """As written at `path`; None if there is none, or it is not complete."""
-        with suppress(OSError, ValueError):
-            return _HOLDER.validate_json(path.read_bytes())
-        return None
-
-    def json(self) -> bytes:
-        """What `read` reads."""
-        return _HOLDER.dump_json(self, indent=1)
-
-    def __str__(self) -> str:
-        return f"process {self.pid} of {self.user} on {self.host}, since {self.started}: {self.command}"
-
-
-_HOLDER = TypeAdapter(Holder)
+def this_process() -> str:
+    """What is written of a holder that is this process, as of now: a line on how to end it, and who it is."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    command = shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]])
+    if len(command) > LONGEST_COMMAND:
+        command = f"{command[: LONGEST_COMMAND - 4]} ..."
+    pid, host, since = os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return f"end that run with `kill {pid}` on {host}\nprocess {pid} of {user} on {host}, since {since}: {command}"
 
 
 @contextmanager
@@ -133,7 +103,7 @@ def held(output: RunOutput, say: Callable[[str], None]) -> Iterator[None]:
                 lock = _without_locks(output, say)
             cleanup.callback(lock.release)
             cleanup.callback(_remove, output.lock)  # still held, so that no other run has just it
-            write_whole(output.holder, Holder.this_process().json())
+            write_whole(output.holder, this_process().encode("utf-8", "replace"))
             cleanup.callback(_remove, output.holder)
         yield
 
@@ -147,22 +117,26 @@ def _without_locks(output: RunOutput, say: Callable[[str], None]) -> BaseFileLoc
     except Timeout:
         advice = f"; this file system has no locks: if that run has ended, delete {marker}"
         raise _refusal(output, advice) from None
-    if (there := Holder.read(output.holder)) is not None:
-        say(f"The lock {marker} is stale, since its process has ended: replacing it ({there})")
+    if who := _holder(output)[0]:
+        say(f"The lock {marker} is stale, since its process has ended: replacing it ({who})")
     return lock
 
 
 def _refusal(output: RunOutput, advice: str = "") -> StorageError:
-    there = Holder.read(output.holder)
-    if there is None:
-        who, end = "another process, which has not written its name yet", "end that run"
-    else:
-        where = "" if there.host == socket.gethostname() else f" on {there.host}"
-        who, end = str(there), f"end that run with `kill {there.pid}`{where}"
+    who, end = _holder(output)
     return StorageError(
-        f"{output.path} is in use by {who}\n"
-        f"Two runs would destroy each other's files: choose another --name (or {output.option}), or {end}{advice}"
+        f"{output.path} is in use by {who or 'another process, which has not written its name yet'}\n"
+        f"Two runs would destroy each other's files: choose another --name (or {output.option}), or "
+        f"{end or 'end that run'}{advice}"
     )
+
+
+def _holder(output: RunOutput) -> tuple[str, str]:
+    """Who holds a lock and how to end that, in words; both empty if it is not written."""
+    with suppress(OSError):
+        end, _, who = output.holder.read_text("utf-8", "replace").partition("\n")
+        return who, end
+    return "", ""
 
 
 def _remove(path: Path) -> None:

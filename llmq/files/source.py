@@ -177,11 +177,6 @@ def fingerprint(source: ModelSource) -> str | None:
     )
 
 
-def initial_parameters(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:
-    """Each of `rows` with its first value, as by `open_parameters`."""
-    return open_parameters(source, seed)(rows)
-
-
 def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
     """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
 

@@ -11,6 +11,7 @@ others. Where the host has too little, a save holds the run up, and takes one te
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -27,29 +28,8 @@ from pydantic import TypeAdapter
 from llmq import disk
 from llmq.comm.world import ALONE, World
 from llmq.errors import StorageError
-from llmq.files.manifest import (
-    FOLDER_NAME,
-    Box,
-    CheckpointManifest,
-    Placed,
-    WholeTensor,
-    folder_name,
-    found,
-    sound,
-    write_manifest,
-)
-from llmq.files.tensor_files import (
-    ByteCount,
-    Moved,
-    Piece,
-    Shard,
-    cut,
-    file_name,
-    files_bytes,
-    places,
-    unwatched,
-    write_files,
-)
+from llmq.files.manifest import FOLDER_NAME, Box, CheckpointManifest, Placed, WholeTensor, found, sound, write_manifest
+from llmq.files.tensor_files import ByteCount, Moved, Piece, Shard, cut, file_name, files_bytes, places, write_files
 from llmq.screen import StartTask, unshown
 
 FILE_BYTES = 1 << 30
@@ -91,26 +71,6 @@ class TensorSlice:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """A checkpoint that `world` ranks write: the folder that it will be, and the hidden one until then."""
-
-    path: Path
-    hidden: Path
-    step: int
-    world: int
-    needed: int  # bytes
-
-
-@dataclass(frozen=True)
-class WrittenPart:
-    """What a rank has written: its files, and its slices of tensors, as the manifest says them."""
-
-    rank: int
-    files: tuple[Shard, ...]
-    tensors: dict[str, WholeTensor]
-
-
-@dataclass(frozen=True)
 class Keep:
     """The checkpoints that outlive a newer one: the `newest`, multiples of `major` steps, the `best` by a metric.
 
@@ -137,35 +97,31 @@ class Snapshot:
     metrics: Mapping[str, float]
 
 
-def begin(folder: Path, step: int, world: int = 1, *, needed: int = 0) -> Saving:
-    """Makes the hidden folder, if there are `needed` bytes free. StorageError.
+@dataclass(frozen=True)
+class Saving:
+    """A save under way: what is saved and what it spares, the folder that it will be, and the hidden one until then."""
 
-    The caller holds the lock of `folder`, or knows that no other process writes to it.
-    """
-    folder = Path(folder)
-    path = folder / folder_name(step)
-    with _not_written(folder, needed=needed):
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
-        disk.check_free_space({"the checkpoint": (folder, needed)})
-        hidden = disk.temporary_name(path)
-        hidden.mkdir()
-    return Saving(path, hidden, step, world, needed)
+    snapshot: Snapshot
+    keep: Keep
+    path: Path
+    hidden: Path
+    needed: int  # bytes
 
 
-def write_part(
-    saving: Saving,
-    rank: int,
-    slices: Sequence[TensorSlice],
-    tensors: Copies,
-    *,
-    in_memory: bool = False,
-    moved: Moved = unwatched,
-) -> WrittenPart:
-    """Writes `tensors`, which are what `slices` say, in this order, into files of this rank. StorageError.
+@dataclass(frozen=True)
+class WrittenPart:
+    """What a rank has written: its files, and its slices of tensors, as the manifest says them."""
+
+    files: tuple[Shard, ...]
+    tensors: dict[str, WholeTensor]
+
+
+def write_part(saving: Saving, rank: int, tensors: Copies, moved: Moved, *, in_memory: bool = False) -> WrittenPart:
+    """Writes `tensors`, which are the slices of the snapshot in order, into files of this rank. StorageError.
 
     One value is in memory at a time, or all are: then several files are written at once.
     """
+    slices = saving.snapshot.slices
 
     def checked() -> Iterator[np.ndarray]:
         for each, (name, array) in zip(slices, tensors, strict=True):
@@ -184,7 +140,7 @@ def write_part(
         )
         for each, (name, place) in zip(slices, at, strict=True)
     }
-    return WrittenPart(rank, tuple(shards), placed)
+    return WrittenPart(tuple(shards), placed)
 
 
 def hand_over(saving: Saving, rank: int, part: WrittenPart | str) -> None:
@@ -208,31 +164,20 @@ def part_of(saving: Saving, rank: int) -> WrittenPart | None:
     return part
 
 
-def commit(
-    saving: Saving,
-    parts: Sequence[WrittenPart],
-    state: Mapping[str, Any],
-    *,
-    metrics: Mapping[str, float] | None = None,
-    keep: Keep | None = None,
-) -> Path:
-    """Gives the checkpoint its name, with the parts of all ranks; then deletes those that `keep` does not spare.
+def commit(saving: Saving, parts: Sequence[WrittenPart]) -> Path:
+    """Gives the checkpoint its name, with the parts of all ranks in order; then deletes those that nothing spares.
 
-    `state` is JSON without non-finite numbers. A checkpoint of this step that is there already is replaced.
-    StorageError leaves the earlier checkpoints as they were.
+    A checkpoint of this step that is there already is replaced. StorageError leaves the earlier ones as they were.
     """
-    absent = sorted(set(range(saving.world)) - {part.rank for part in parts})
-    assert not absent and len(parts) == saving.world, f"a part of each of {saving.world} ranks, {absent} are absent"
-    folder, tensors = saving.path.parent, _joined(parts)
-    files = tuple(shard for part in sorted(parts, key=lambda part: part.rank) for shard in part.files)
+    folder, tensors, snapshot = saving.path.parent, _joined(parts), saving.snapshot
+    files = tuple(shard for part in parts for shard in part.files)
     with _not_written(folder):
         number = 1 + max((before.save for path in found(folder).values() if (before := sound(path))), default=0)
-        write_manifest(
-            saving.hidden, CheckpointManifest(saving.step, number, files, tensors, dict(state), dict(metrics or {}))
-        )
+        state, metrics = dict(snapshot.state), dict(snapshot.metrics)
+        write_manifest(saving.hidden, CheckpointManifest(snapshot.step, number, files, tensors, state, metrics))
         disk.replace_folder(saving.path, saving.hidden)
     try:
-        _rotate(saving.path, keep or Keep())
+        _rotate(saving.path, saving.keep)
     except OSError as error:
         raise StorageError(f"{saving.path} is complete, but an older checkpoint cannot be deleted: {error}") from error
     return saving.path
@@ -313,20 +258,17 @@ class Saver:
         assert self._thread is None, "one save at a time"
         total = sum(each.piece.num_bytes for each in snapshot.slices)
         memory = self._room(total)
-        saving = self._begun(snapshot)
+        copies = None if memory is None else list(snapshot.tensors(_places(snapshot.slices, memory)))
+        saving = self._begun(snapshot, keep)
         report = self._shown.enter_context(self._task(f"Saving {saving.path}"))
-        if memory is None:
+        if copies is None:
             with self._shown:
                 self._count = ByteCount(total, report)
-                self._path = self._written(saving, snapshot, snapshot.tensors(None), keep)
+                self._path = self._written(saving, snapshot.tensors(None))
             return
         self._count = count = ByteCount(total)
         self._show = lambda: report(count.done, total)  # by the thread of the run
-        with disk.discarded_on_error(saving.hidden):
-            copies = list(snapshot.tensors(_places(snapshot.slices, memory)))
-        self._thread = threading.Thread(
-            target=self._write, args=(saving, snapshot, copies, keep), name="llmq-save", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(saving, copies), name="llmq-save", daemon=True)
         self._thread.start()
 
     def finished(self, *, wait: bool) -> Path | None:
@@ -358,38 +300,44 @@ class Saver:
             self._gives_up = kind is not None and not issubclass(kind, Exception)
             self._thread.join(CLOSE_S if self._gives_up else None)
 
-    def _begun(self, snapshot: Snapshot) -> Saving:
-        """The hidden folder that all ranks write into, which the first one makes."""
-        world, hidden, why = self._world, None, ""
+    def _begun(self, snapshot: Snapshot, keep: Keep) -> Saving:
+        """The hidden folder that all ranks write into, which the first one makes if there is room. StorageError.
+
+        This process holds the lock of the folder, or knows that no other writes to it.
+        """
+        world, folder, path = self._world, self._folder, self._folder / f"step-{snapshot.step:08d}"
         needed = sum(world.gather(checkpoint_bytes(each.piece for each in snapshot.slices)))
+        hidden, why = str(disk.temporary_name(path)), ""
         if world.rank == 0:
             try:
-                hidden = str(begin(self._folder, snapshot.step, world.size, needed=needed).hidden)
+                with _not_written(folder, needed=needed):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    remove_unfinished(folder)
+                    disk.check_free_space({"the checkpoint": (folder, needed)})
+                    os.mkdir(hidden)
             except StorageError as error:
                 why = str(error)
         hidden, why = world.gather((hidden, why))[0]
-        if hidden is None:
+        if why:
             raise StorageError(why)
-        seen = world.gather(Path(hidden).is_dir())  # by all, before the first rank can give up and remove it
+        seen = world.gather(os.path.isdir(hidden))  # by all, before the first rank can give up and remove it
         if False in seen:
             raise StorageError(
                 f"rank {seen.index(False)} does not see {hidden}, which rank 0 has made: give a --checkpoint-dir on a "
                 "file system that all machines share"
             )
-        return Saving(self._folder / folder_name(snapshot.step), Path(hidden), snapshot.step, world.size, needed)
+        return Saving(snapshot, keep, path, Path(hidden), needed)
 
-    def _write(self, saving: Saving, snapshot: Snapshot, copies: Copies, keep: Keep) -> None:
+    def _write(self, saving: Saving, copies: Copies) -> None:
         try:
-            self._path = self._written(saving, snapshot, copies, keep, in_memory=True)
+            self._path = self._written(saving, copies, in_memory=True)
         except BaseException as error:  # raised by `finished`, in the thread of the run
             self._error = error
 
-    def _written(
-        self, saving: Saving, snapshot: Snapshot, tensors: Copies, keep: Keep, *, in_memory: bool = False
-    ) -> Path:
+    def _written(self, saving: Saving, tensors: Copies, *, in_memory: bool = False) -> Path:
         """Writes this rank's part. The first rank then waits for the others' and commits, and they for that."""
-        rank = self._world.rank
-        own = partial(write_part, saving, rank, snapshot.slices, tensors, in_memory=in_memory, moved=self._moved)
+        rank, size = self._world.rank, self._world.size
+        own = partial(write_part, saving, rank, tensors, self._moved, in_memory=in_memory)
         if rank:
             try:
                 hand_over(saving, rank, own())
@@ -405,12 +353,12 @@ class Saver:
             return saving.path
         try:
             parts = [own()]
-            while len(parts) < saving.world:
+            while len(parts) < size:
                 if (other := part_of(saving, len(parts))) is None:
                     self._wait()
                 else:
                     parts.append(other)
-            return commit(saving, parts, snapshot.state, metrics=snapshot.metrics, keep=keep)
+            return commit(saving, parts)
         except BaseException:
             with suppress(OSError):  # renamed first: others may be writing into it, and wait for it to go
                 shutil.rmtree(saving.hidden.rename(disk.temporary_name(saving.path)))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
@@ -17,7 +16,7 @@ from llmq.disk import check_free_space
 from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS
-from llmq.files.source import ModelSource, Values, initial_parameters, open_parameters, open_source
+from llmq.files.source import ModelSource, Values, open_parameters, open_source
 from llmq.files.writers import checkpoint_bytes
 from llmq.generation.prompts import read_questions
 from llmq.hardware import device
@@ -111,7 +110,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)
     # A resumed run needs no files but for frozen rows.
-    values = partial(initial_parameters, source, seed=seed) if earlier.path else open_parameters(source, seed)
+    values = (lambda rows: open_parameters(source, seed)(rows)) if earlier.path else open_parameters(source, seed)
     return Start(options, log, ranks, where, earlier, source, values, seed, dry)
 
 

@@ -19,7 +19,7 @@ from llmq.data.batches.loader import Data
 from llmq.disk import shown, storage
 from llmq.engine.advice import Limits
 from llmq.files.checkpoint import Checkpoints, load
-from llmq.files.huggingface import Export, is_of_run, overwrites, refuse_taken
+from llmq.files.huggingface import Export, is_of_run, refuse_taken
 from llmq.files.manifest import Reader
 from llmq.files.source import ModelSource, Values, fingerprint
 from llmq.files.tensor_files import Piece
@@ -65,7 +65,7 @@ class EarlierRun:
         """What the run continues. The first rank's choice is all ranks'."""
         checkpoints = Checkpoints(options.checkpoint)
         continues = options.to_flat()["continue"] is not None
-        starts_over = not continues and (plans_only or overwrites(options.export))
+        starts_over = not continues and (plans_only or options.to_flat()["overwrite"])
         writes = ranks.is_first and not plans_only
         path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=writes)
         if "resume" in ranks.told:
@@ -94,7 +94,7 @@ class EarlierRun:
         if not self.starts_over:
             self.checkpoints.refuse_earlier()
         if not self.replaces_model:
-            refuse_taken(options.export)
+            refuse_taken(Path(options.to_flat()["out_dir"]), options.to_flat()["overwrite"])
 
     def remove(self, log: RunLog) -> None:
         """Removes checkpoints and log of a run that is to go; its model stays until the new one is complete."""

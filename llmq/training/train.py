@@ -6,12 +6,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from llmq.engine.bound_plan import make_ready
 from llmq.errors import INTERRUPTED, StorageError, UsageError
 from llmq.files.checkpoint import Checkpoints
-from llmq.files.huggingface import export_folder, finish_export
+from llmq.files.huggingface import finish_model
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.options.parse import Options
 from llmq.training.hooks import Hook, Watch, Watcher
@@ -106,8 +107,9 @@ def _hold(options: Options, log: RunLog, ranks: Ranks) -> Iterator[None]:
     dry = log.console_is_all = is_dry(options.run)
     with ExitStack() as stack:
         if ranks.is_first and not dry:
-            stack.enter_context(held(replaced_whole("--out-dir", export_folder(options.export)), log.say))
-            finish_export(options.export)  # may bring back the checkpoints, which can be below the model
+            model = Path(options.to_flat()["out_dir"])
+            stack.enter_context(held(replaced_whole("--out-dir", model), log.say))
+            finish_model(model)  # may bring back the checkpoints, which can be below the model
             saved = Checkpoints(options.checkpoint).folder
             stack.enter_context(held(kept_folder("--checkpoint-dir", saved), log.say))
             stack.enter_context(held(replaced_whole("--log-file", log.path), log.say))

@@ -18,7 +18,7 @@ from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine import measure as module
 from llmq.engine.engine import Engine
 from llmq.engine.measure import Clock, CudaClock, measure, measure_plan, random_parameters, zipf_batch
-from llmq.files.source import initial_parameters, open_source
+from llmq.files.source import open_parameters, open_source
 from llmq.hardware import nvml
 from llmq.model.config import from_folder, to_hf
 from llmq.ops.seam import record
@@ -106,7 +106,7 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
         warmup=2,
         learning_rate=rate,
         batches=batches,
-        parameters=initial_parameters(open_source(options.model), plan.rows, 7),
+        parameters=open_parameters(open_source(options.model), 7)(plan.rows),
     )
     assert len(trained) == steps and trained[-1] < trained[0]
     assert list(speed.losses) == trained

@@ -10,7 +10,7 @@ import pytest
 from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
 from llmq.files.huggingface import Export
-from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, initial_parameters, normal_block, open_source
+from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, normal_block, open_parameters, open_source
 from llmq.hardware import cores
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
@@ -30,9 +30,7 @@ def options(model, **more):
 
 
 def write(folder, config=CONFIG):
-    values = {
-        row.name: value.astype(DTYPES[config.dtype]) for row, value in initial_parameters(SCRATCH, rows(config), 3)
-    }
+    values = {row.name: value.astype(DTYPES[config.dtype]) for row, value in open_parameters(SCRATCH, 3)(rows(config))}
     Export(folder, config, rows(config), config.dtype).write(lambda row: values[row.name])
     return values
 
@@ -45,7 +43,7 @@ def test_a_folder_is_read_as_it_is_stored(tmp_path):
     values = write(tmp_path / "m")
     source = open_source(options(tmp_path / "m"))
     assert (source.config, source.folder, source.tokenizer_folder) == (CONFIG, tmp_path / "m", None)
-    read = {row.name: value for row, value in initial_parameters(source, rows(), seed=0)}
+    read = {row.name: value for row, value in open_parameters(source, 0)(rows())}
     assert list(read) == [row.name for row in rows()]
     for name, value in read.items():
         assert value.dtype == DTYPES[CONFIG.dtype]
@@ -60,7 +58,7 @@ def test_a_folder_from_scratch_needs_no_weights(tmp_path):
     source = open_source(options(tmp_path / "m", from_scratch=True))
     assert source.from_scratch and source.config == CONFIG
     with pytest.raises(DataError, match=r"--from-scratch"):
-        initial_parameters(open_source(options(tmp_path / "m")), rows(), 0)  # by the call
+        open_parameters(open_source(options(tmp_path / "m")), 0)(rows())  # by the call
 
 
 def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path):
@@ -189,7 +187,7 @@ def test_the_hub_is_asked_for_no_weights_from_scratch(monkeypatch, tmp_path):
 
 
 def test_initial_distribution():
-    for row, value in initial_parameters(SCRATCH, rows(), seed=7):
+    for row, value in open_parameters(SCRATCH, 7)(rows()):
         assert value.shape == row.shape and value.dtype == np.float32
         used = value[: row.parts[-1].stop].astype(np.float64)
         assert not value[row.parts[-1].stop :].any()
@@ -206,14 +204,14 @@ def test_initial_distribution():
 
 def test_projections_can_start_at_zero():
     source = replace(SCRATCH, init_proj_to_zero=True)
-    zero = {row.name for row, value in initial_parameters(source, rows(), 7) if not value.any()}
+    zero = {row.name for row, value in open_parameters(source, 7)(rows()) if not value.any()}
     expected = {row.name for row in rows() if row.init == "residual" or row.init == "zeros"}
     assert zero == expected and "layers.0.mlp.down.weight" in zero and "layers.1.attention.o.weight" in zero
 
 
 def test_a_value_is_a_function_of_seed_name_and_element():
     named = {row.name: row for row in rows()}
-    whole = {row.name: value for row, value in initial_parameters(SCRATCH, rows(), 7)}
+    whole = {row.name: value for row, value in open_parameters(SCRATCH, 7)(rows())}
     for name in reversed(named):  # any order
         np.testing.assert_array_equal(drawn(SCRATCH, named[name], 7), whole[name])
     weights = [name for name in named if named[name].init in ("normal", "residual")]

@@ -3,46 +3,39 @@
 import errno
 import io
 import itertools
-import multiprocessing
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
-from checkpoint_files import save
-from checkpoint_files import slices_of as wholes_of
+from checkpoint_files import save, slices_of
+from in_process import run_ranks
 
 from llmq import disk, screen
 from llmq.errors import StorageError
 from llmq.files.checkpoint import find, load
 from llmq.files.tensor_files import Piece
-from llmq.files.writers import Keep, Saver, Snapshot, TensorSlice, begin, commit, remove_unfinished, write_part
+from llmq.files.writers import Keep, Saver, Snapshot, TensorSlice, remove_unfinished
 from llmq.screen import Screen
 
-WORLD = 3
 MATRIX, VECTOR = Piece("m", (7, 5), np.dtype(np.float32)), Piece("v", (4,), np.dtype(np.int32))
 VALUES = {"m": np.arange(35, dtype=np.float32).reshape(7, 5), "v": np.arange(4, dtype=np.int32)}
-ROWS = {0: (0, 3), 1: (3, 4), 2: (4, 7)}
 
 
-def slices_of(rank):
-    """Rows of the matrix for every rank; the vector is the first one's."""
-    low, high = ROWS[rank]
-    slices = [TensorSlice(MATRIX, (low, 0), (high - low, 5))]
-    return [*slices, TensorSlice.whole(VECTOR)] if rank == 0 else slices
+def written(folder, *rows):
+    """What ranks save that have these rows of the matrix, and the first one the vector; the path as each has it."""
 
+    def work(world):
+        low, high = rows[world.rank]
+        values = {"m": VALUES["m"][low:high], **({} if world.rank else {"v": VALUES["v"]})}
+        slices = [TensorSlice(MATRIX, (low, 0), (high - low, 5)), *([] if world.rank else [TensorSlice.whole(VECTOR)])]
+        with Saver(folder, print, None, world=world) as saver:
+            saver.save(Snapshot(4, slices, lambda into: values.items(), {"n": 4}, {}), Keep())
+            return saver.finished(wait=True)
 
-def part_of(saving, rank):
-    slices = slices_of(rank)
-    values = [
-        (name, VALUES[name][tuple(slice(a, a + n) for a, n in zip(each.start, each.shape, strict=True))])
-        for each in slices
-        for name in [each.tensor.name]
-    ]
-    return write_part(saving, rank, slices, values)
+    return run_ranks(len(rows), work)
 
 
 def write(folder, step, **about):
@@ -53,20 +46,11 @@ def steps(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_three_writers_and_one_or_two_readers(tmp_path, ranks):
-    saving = begin(tmp_path, 4, WORLD)
-    if ranks == "threads":
-        with ThreadPoolExecutor(WORLD) as pool:
-            parts = list(pool.map(partial(part_of, saving), range(WORLD)))
-    else:
-        with multiprocessing.get_context("spawn").Pool(WORLD) as processes:
-            parts = processes.map(partial(part_of, saving), range(WORLD))
-    assert find(tmp_path, "auto") is None, "nothing is there before the commit"
-    path = commit(saving, parts[::-1], {"n": 4})
+def test_three_writers_and_one_or_two_readers(tmp_path):
+    path, *others = written(tmp_path, (0, 3), (3, 4), (4, 7))
+    assert others == [path, path]
     state, read = load(path)
-    assert state == {"n": 4, "step": 4} and len(list(path.glob("*.safetensors"))) == WORLD
+    assert state == {"n": 4, "step": 4} and len(list(path.glob("*.safetensors"))) == 3
     assert np.array_equal(read("m"), VALUES["m"]) and np.array_equal(read("v"), VALUES["v"])
     halves = [read("m", (0, 0), (4, 5)), read("m", (4, 0), (3, 5))]
     assert np.array_equal(np.concatenate(halves), VALUES["m"])
@@ -74,15 +58,11 @@ def test_three_writers_and_one_or_two_readers(tmp_path, ranks):
     assert np.array_equal(np.concatenate(columns, 1), VALUES["m"])
 
 
-def test_a_commit_needs_all_parts_and_each_place_once(tmp_path):
-    saving = begin(tmp_path, 4, WORLD)
-    parts = [part_of(saving, rank) for rank in range(WORLD)]
-    with pytest.raises(AssertionError, match=r"\[1\] are absent"):
-        commit(saving, [parts[0], parts[2]], {})
-    other = begin(tmp_path, 5, 2)
-    with pytest.raises(ValueError, match="do not fill its shape"):
-        commit(other, [part_of(other, 0), part_of(other, 1)], {})
-    assert steps(tmp_path) == []
+@pytest.mark.parametrize("rows", [((0, 3), (3, 4)), ((0, 3), (2, 7))])
+def test_a_checkpoint_has_each_place_once(tmp_path, rows):
+    with pytest.raises((ValueError, StorageError), match=r"do not fill its shape|overlap|not completed"):
+        written(tmp_path, *rows)
+    assert os.listdir(tmp_path) == []
 
 
 def test_multiples_and_the_best_are_kept_beside_the_newest(tmp_path):
@@ -207,7 +187,7 @@ def snapshot(step, tensors):
             place[...] = array
             yield name, place
 
-    return Snapshot(step, wholes_of(tensors), copies, {}, {})
+    return Snapshot(step, slices_of(tensors), copies, {}, {})
 
 
 def test_a_slow_disk_holds_up_the_next_save_alone(tmp_path, tensors, gate):

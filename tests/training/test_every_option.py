@@ -21,7 +21,7 @@ from tokenizers import decoders
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import LlmqError
 from llmq.files.huggingface import Export
-from llmq.files.source import initial_parameters, open_source
+from llmq.files.source import open_parameters, open_source
 from llmq.model.config import to_hf
 from llmq.model.parameters import parameter_rows
 from llmq.options.data import ModelOptions
@@ -118,7 +118,7 @@ def folder(tmp_path_factory):
         Path("source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=2, vocab_size=VOCAB), "fp32")))
         source = open_source(ModelOptions(model="source", from_scratch=True))
         rows = parameter_rows(source.config)
-        values = {row.name: value for row, value in initial_parameters(source, rows, 7)}
+        values = {row.name: value for row, value in open_parameters(source, 7)(rows)}
         Export(Path("base"), source.config, rows, "fp32").write(lambda row: values[row.name])
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(f"source/{name}", f"base/{name}")

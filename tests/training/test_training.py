@@ -29,7 +29,7 @@ from llmq.engine.advice import Limits, lacking
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
-from llmq.files.source import initial_parameters, open_source
+from llmq.files.source import open_parameters, open_source
 from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
 from llmq.training import fp8, prepare
@@ -462,7 +462,7 @@ def test_an_evaluation_is_the_mean_over_every_trained_token(given):
             stop = min(start + T, len(ids) - 1)
             plan = plan_of(config=source.config, batch_size=1, seq_len=stop - start)
             engine = Engine(plan, HostBackend())
-            engine.load(initial_parameters(source, plan.rows, 0))
+            engine.load(open_parameters(source, 0)(plan.rows))
             loss, count = engine.evaluate(Batch(ids[None, start:stop], aims[None, start + 1 : stop + 1]))
             total, trained = total + loss, trained + count
     (counted,) = read_log(result.log_path).eval["trained_tokens"]

@@ -14,7 +14,7 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.rows import sample_order
 from llmq.engine.engine import Engine
 from llmq.files.checkpoint import load
-from llmq.files.source import ModelSource, initial_parameters
+from llmq.files.source import ModelSource, open_parameters
 from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.adamw import AdamW
@@ -91,7 +91,7 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
     plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED, regularization=ADDED))
     engine = Engine(plan, HostBackend())
     source = ModelSource("", config, None, None, from_scratch=True, init_proj_to_zero=False)
-    engine.load(initial_parameters(source, plan.rows, SEED))
+    engine.load(open_parameters(source, SEED)(plan.rows))
     tokens, targets = windows_of(tmp_path / "train.bin")
     order = sample_order(np.arange(STEPS * ACCUMULATION * B), len(tokens), SEED).reshape(STEPS, ACCUMULATION, B)
     seen = [record for record in records if isinstance(record, TrainRecord)]

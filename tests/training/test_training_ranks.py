@@ -119,7 +119,7 @@ def test_a_rank_that_cannot_write_leaves_the_last_checkpoint_and_ends_all(given,
     real = writers.write_part
 
     def write(saving, rank, *rest, **more):
-        if rank == failing and saving.step == 4:
+        if rank == failing and saving.snapshot.step == 4:
             raise StorageError("its disk is full")
         return real(saving, rank, *rest, **more)
 
