@@ -34,10 +34,9 @@ from llmq.errors import RefusedMemoryError, UsageError
 from llmq.model.held import HostRoom, Room, Values
 from llmq.ops import cuda
 from llmq.ops.cuda.algorithms import Algorithms
-from llmq.ops.cuda.attention import attention_kernels
+from llmq.ops.cuda.attention import Cudnn, attention_kernels
 from llmq.ops.cuda.compile import notices as kernel_notices
 from llmq.ops.cuda.cublaslt import Gemms, device_key
-from llmq.ops.cuda.cudnn import Cudnn
 from llmq.ops.cuda.launch import Kernel, capability, launch
 from llmq.ops.cuda.linear import linear_kernels, planned_problem
 from llmq.ops.seam import record

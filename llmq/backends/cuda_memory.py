@@ -19,7 +19,7 @@ from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
 from llmq.hardware.cores import in_threads
 from llmq.hardware.host_memory import bind, host_memory_bytes, numa_node, reserved, write_pages
-from llmq.ops.cuda.timing import OUT_OF_MEMORY
+from llmq.ops.cuda.algorithms import OUT_OF_MEMORY
 
 PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
 PIECE_BYTES = 1 << 30  # of host memory that is locked at a time

@@ -230,7 +230,7 @@ def _random(dtype: str) -> Tensor:
     """A random matrix on the GPU."""
     import cupy
 
-    from llmq.ops.cuda.timing import fill_random
+    from llmq.ops.cuda.algorithms import fill_random
 
     array = cupy.empty((SIZE, SIZE), np.uint8 if dtype == "e4m3" else DTYPES[dtype])
     fill_random(array.data.ptr, array.nbytes, dtype, cupy.cuda.get_current_stream().ptr)

@@ -14,7 +14,7 @@ import pytest
 
 from llmq.backends import Launch, Needs
 from llmq.errors import RefusedMemoryError, UsageError
-from llmq.ops.cuda import timing
+from llmq.ops.cuda import algorithms
 from llmq.ops.cuda.algorithms import Choice
 
 OUT_OF_MEMORY, LAUNCH_FAILURE = 2, 719  # cudaError_t
@@ -132,7 +132,10 @@ def loaded(name, monkeypatch):
 
 def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda_memory):
     """What an earlier kernel did wrong may be told by any later call."""
-    for allocate in (lambda: cuda_memory.device_memory(100), lambda: timing._Trial(None, {"a": 100}, 7, "a product")):
+    for allocate in (
+        lambda: cuda_memory.device_memory(100),
+        lambda: algorithms._Trial(None, {"a": 100}, 7, "a product"),
+    ):
         runtime.status = OUT_OF_MEMORY
         with pytest.raises(RefusedMemoryError) as caught:
             allocate()
@@ -362,8 +365,8 @@ def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda_memo
 
 def test_random_numbers_are_copied_in_the_order_of_the_stream(runtime):
     """Copies that follow are on it too, and it does not wait for others."""
-    size = 4 * timing.PATTERN
-    timing.fill_random(4096, 3 * size, "fp32", 7)
+    size = 4 * algorithms.PATTERN
+    algorithms.fill_random(4096, 3 * size, "fp32", 7)
     first, wait, *more = runtime.calls
     assert first == ("copy", 4096, size, runtime.memcpyHostToDevice, 7) and wait == ("wait", 7)
     assert [call[2:] for call in more] == [(size, runtime.memcpyDeviceToDevice, 7)] * 2

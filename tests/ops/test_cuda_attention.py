@@ -9,7 +9,7 @@ import pytest
 from llmq.errors import UsageError
 from llmq.ops import seam
 from llmq.ops.cuda import attention
-from llmq.ops.cuda.cudnn import AttentionShape
+from llmq.ops.cuda.attention import AttentionShape, Cudnn
 from llmq.ops.reference import OPS
 from llmq.tensor import Ref
 
@@ -181,8 +181,6 @@ class Runner:
 @pytest.fixture(scope="module")
 def cudnn():
     pytest.importorskip("cudnn")
-    from llmq.ops.cuda.cudnn import Cudnn
-
     return Cudnn()
 
 

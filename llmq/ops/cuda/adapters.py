@@ -30,6 +30,18 @@ HALF_BLOCKS = dict(zip(ONE_PASS, (2, 1), strict=True))
 FORWARD_ROWS = 32  # scale_columns.cu
 
 
+def _low_rank_scratch(call: Arguments) -> int:
+    columns, rank = call.reads["up"].shape
+    return _parts_bytes(gpu.rows_of(call.reads["d_y"].shape), columns, rank, TILES, COLUMNS)
+
+
+def _refuse_ranks(call: Arguments, capability: int) -> None:
+    d_y, up = call.reads["d_y"], call.reads["up"]
+    if not takes_one_pass(d_y.dtype, up.shape[-1], up.shape[0], d_y.width):
+        raise UsageError(f"{up.name} of rank {up.shape[-1]} in {d_y.dtype} has no kernel of one pass")
+
+
+@gpu.asks(_low_rank_scratch, _refuse_ranks)
 def low_rank_backward(
     d_low: Output, d_up: Output, /, d_y: Tensor, low: Tensor, up: Tensor, *, alpha: float = 1.0, scratch: Any = None
 ) -> None:
@@ -50,6 +62,13 @@ def low_rank_backward(
     _add_up(d_low, d_up, low_parts, up_parts, (rows, columns, across, groups), alpha)
 
 
+def _halves_scratch(call: Arguments) -> int:
+    columns, rank = call.reads["gate_b"].shape
+    rows = gpu.rows_of(call.reads["d_act"].shape)
+    return 2 * _parts_bytes(rows, columns, rank, HALF_TILES, HALF_COLUMNS)
+
+
+@gpu.asks(_halves_scratch)
 def swiglu_low_rank_backward(*operands: Any, gate_alpha: float, up_alpha: float, scratch: Any = None) -> None:
     """d_gate_up (...,2F), and of each half d_low (...,R) and d_b (F,R) <- d_act (...,F), gate_up (...,2F), low, b."""
     d_gate_up, d_gate_low, d_up_low, d_gate_b, d_up_b, *tensors = operands
@@ -111,23 +130,6 @@ def _parts_bytes(rows: int, columns: int, rank: int, height: int, width: int) ->
     return 4 * rank * (across * rows + groups * columns)
 
 
-def _low_rank_scratch(call: Arguments) -> int:
-    columns, rank = call.reads["up"].shape
-    return _parts_bytes(gpu.rows_of(call.reads["d_y"].shape), columns, rank, TILES, COLUMNS)
-
-
-def _halves_scratch(call: Arguments) -> int:
-    columns, rank = call.reads["gate_b"].shape
-    rows = gpu.rows_of(call.reads["d_act"].shape)
-    return 2 * _parts_bytes(rows, columns, rank, HALF_TILES, HALF_COLUMNS)
-
-
-def _refuse_ranks(call: Arguments, capability: int) -> None:
-    d_y, up = call.reads["d_y"], call.reads["up"]
-    if not takes_one_pass(d_y.dtype, up.shape[-1], up.shape[0], d_y.width):
-        raise UsageError(f"{up.name} of rank {up.shape[-1]} in {d_y.dtype} has no kernel of one pass")
-
-
 def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """y (...,N) <- x (...,N), gain (N,) f32, bias (N,) or None, residual (...,N) or None: gain x + bias + residual."""
     rows, columns = gpu.matrix_of(x.shape)
@@ -138,6 +140,7 @@ def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | 
     gpu.launch("scale_columns", "scale_columns_forward", blocks, gpu.TILE_THREADS, arguments, constants)
 
 
+@gpu.asks(lambda call: gpu.sums_bytes(call.reads["x"].shape))
 def scale_columns_backward(
     d_x: Output, d_gain: Output, /, d_y: Tensor, x: Tensor, gain: Tensor, *, scratch: Any = None
 ) -> None:
@@ -146,7 +149,7 @@ def scale_columns_backward(
     assert gpu.type_of(gain) == "float", "a gain is held in f32"
     wanted, outputs = gpu.forms(d_x)
     parts = -(-rows // gpu.SUMS_ROWS)
-    partial = gpu.room(scratch, _column_scratch(rows, columns)) if d_gain.wanted else 0
+    partial = gpu.room(scratch, gpu.sums_bytes(x.shape)) if d_gain.wanted else 0
     constants, across = _column_constants(gpu.type_of(d_y, x, d_x), columns, **wanted)
     arguments = (*outputs, partial, d_y, x, gain, np.int64(rows))
     gpu.launch("scale_columns", "scale_columns_backward", across * parts, gpu.TILE_THREADS, arguments, constants)
@@ -161,11 +164,6 @@ def _column_constants(kind: str, columns: int, **wanted: int | str) -> tuple[Con
     number = gpu.access(columns, kind)
     across = -(-columns // (128 if number > 4 else 32 * number))
     return {"T": kind, "G": "float", "C": columns, "N": number, "FORMS": 0, "E4M3": 0, **wanted}, across
-
-
-def _column_scratch(rows: int, columns: int) -> int:
-    """Bytes of scratch for this shape: a partial row for every 256 rows."""
-    return -(-rows // gpu.SUMS_ROWS) * columns * 4
 
 
 def output_gain(gain: Output, norm: Output, /, *read: Any, scale: float, first: int) -> None:
@@ -233,6 +231,11 @@ def virtual_tokens_forward(
     _replace(out, x, virtual, positions, num_virtual, channels)
 
 
+@gpu.asks(
+    refuse=lambda call, _: gpu.at_most(
+        gpu.GRID_SIDE, call.numbers["num_virtual"], "virtual tokens", "an adapter", "fewer"
+    )
+)
 def virtual_tokens_backward(
     d_x: Output, d_virtual: Output, /, d_out: Tensor, positions: Tensor, *, num_virtual: int, channels: int
 ) -> None:
@@ -266,26 +269,3 @@ def _virtual_constants(x: Tensor, num_virtual: int, channels: int, **others: int
     number = gpu.access(math.gcd(width, channels), kind)
     sizes = {"W": width, "CHANNELS": channels, "VIRTUAL": num_virtual, "N": number}
     return {"T": kind, "G": "float", "IN_PLACE": 0, **sizes, **others}
-
-
-def _refuse_many(call: Arguments, capability: int) -> None:
-    """UsageError for more virtual tokens than one launch takes."""
-    if (num_virtual := call.numbers["num_virtual"]) > gpu.GRID_SIDE:
-        raise UsageError(
-            f"{num_virtual} virtual tokens are more than the {gpu.GRID_SIDE} that the GPU takes: use fewer"
-        )
-
-
-KERNELS = (
-    gpu.Kernel(low_rank_backward, _low_rank_scratch, _refuse_ranks),
-    gpu.Kernel(swiglu_low_rank_backward, _halves_scratch),
-    gpu.Kernel(scale_columns_forward),
-    gpu.Kernel(scale_columns_backward, lambda call: _column_scratch(*gpu.matrix_of(call.reads["x"].shape))),
-    gpu.Kernel(output_gain),
-    gpu.Kernel(output_gain_backward),
-    gpu.Kernel(orthogonality),
-    gpu.Kernel(importance),
-    gpu.Kernel(importance_sums),
-    gpu.Kernel(virtual_tokens_forward),
-    gpu.Kernel(virtual_tokens_backward, refuse=_refuse_many),
-)

@@ -177,8 +177,3 @@ def _storages(to: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
     assert source is not None, f"{to.name}: no rows to send"
     owns = to.form is not None and to.form.owns_scales
     return [(to.array, source.array), *([(to.scale, source.scale)] if owns else [])]
-
-
-COPIES: tuple[Any, ...] = (copy_to_host, copy_to_device, repeat)
-COLLECTIVES: tuple[Any, ...] = (all_gather, reduce_scatter, all_to_all, sum_pieces, all_reduce)
-KERNELS = tuple(gpu.Kernel(op) for op in (*COPIES, *COLLECTIVES))

@@ -40,6 +40,7 @@ def constants_of(kind: str, vocab: int, columns: int) -> dict[str, int | str]:
     return {"T": kind, **sizes}
 
 
+@gpu.asks(lambda call: _scratch_bytes(call.reads["loss"].shape))
 def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor, *, scratch: Any = None) -> None:
     """loss_total (1,), num_tokens (1,) <- loss (...) fp32, targets (...) int32, in the tree of the reference."""
     values: Tensor | int = loss
@@ -66,6 +67,3 @@ def _scratch_bytes(loss: tuple[int, ...]) -> int:
 
 def _leaves(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-KERNELS = (gpu.Kernel(cross_entropy), gpu.Kernel(loss_sum, lambda call: _scratch_bytes(call.reads["loss"].shape)))

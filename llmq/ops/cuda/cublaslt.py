@@ -17,8 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.ops.cuda.algorithms import ALGORITHM_BYTES, Algorithms, Choice
-from llmq.ops.cuda.timing import fastest, is_capturing
+from llmq.ops.cuda.algorithms import Algorithms, Choice, fastest, is_capturing
 from llmq.scaling import BLOCK
 
 CUDA_TYPES = {"fp32": 0, "bf16": 14, "e4m3": 28, "e5m2": 29}  # cudaDataType_t
@@ -266,7 +265,7 @@ class Gemms:
         preference = lt.matmul_preference_create()
         limits = {
             names.MAX_WORKSPACE_BYTES: WORKSPACE_BYTES,
-            names.REDUCTION_SCHEME_MASK: _reductions(lt),
+            names.REDUCTION_SCHEME_MASK: int(lt.ReductionScheme.COMPUTE_TYPE),  # over split K: in f32, in the workspace
             names.MIN_ALIGNMENT_A_BYTES: problem.alignment,
             names.MIN_ALIGNMENT_B_BYTES: problem.alignment,
             names.MIN_ALIGNMENT_C_BYTES: problem.alignment,
@@ -325,19 +324,11 @@ def device_key() -> str:
 
     facts = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     gpu = f"{facts['name'].decode()}, {facts['multiProcessorCount']} SMs"
-    asked = f"workspace {WORKSPACE_BYTES}, reductions {_reductions(cublasLt)}"
+    asked = f"workspace {WORKSPACE_BYTES}, reductions {int(cublasLt.ReductionScheme.COMPUTE_TYPE)}"
     return f"{gpu}, cuBLASLt {cublasLt.get_version()}, {asked}"
-
-
-def _reductions(lt: Any) -> int:
-    """The mask of the ways in which sums over split K may be added: in f32, in the workspace."""
-    return int(lt.ReductionScheme.COMPUTE_TYPE)
 
 
 def _stream() -> int:
     import cupy
 
     return int(cupy.cuda.get_current_stream().ptr)
-
-
-assert ALGORITHM_BYTES == 64 and set(BYTES) == set(CUDA_TYPES)

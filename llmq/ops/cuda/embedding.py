@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
 from llmq.ops.seam import Arguments
@@ -26,6 +25,11 @@ def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:
     gpu.launch("embedding", "embedding_forward", blocks, THREADS, arguments, constants)
 
 
+def _refuse_tokens(call: Arguments, capability: int) -> None:
+    gpu.at_most(MOST_TOKENS, gpu.rows_of(call.reads["d_res"].shape), "tokens", "the embedding's gradient")
+
+
+@gpu.asks(lambda call: sum(_scratch_sizes(call.reads["d_res"].shape)), _refuse_tokens)
 def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor, *, scratch: Any = None) -> None:
     """d_weight (Vp,C) <- d_res (B,T,C), tokens (B,T) int32, in the order of positions; absent tokens get zero."""
     target, ids, (vocab, columns) = d_weight, tokens, d_weight.shape
@@ -42,15 +46,6 @@ def embedding_backward(d_weight: Output, /, d_res: Tensor, tokens: Tensor, *, sc
     entry = "embedding_add" if d_weight.accumulate else "embedding_write"
     arguments = (target, edges, arrived, d_res, rows, borders, np.int32(count))
     gpu.launch("embedding", entry, -(-pieces * chunks // WARPS), 32 * WARPS, arguments, constants)
-
-
-def _refuse_tokens(call: Arguments, capability: int) -> None:
-    """UsageError for more tokens than one launch adds."""
-    if (count := gpu.rows_of(call.reads["d_res"].shape)) > MOST_TOKENS:
-        raise UsageError(
-            f"a micro-batch of {count} tokens is more than the {MOST_TOKENS} for which the GPU adds the "
-            "embedding's gradient at once: use a smaller --batch-size with more --grad-accumulation"
-        )
 
 
 def _scratch_sizes(d_res: tuple[int, ...]) -> list[int]:
@@ -70,9 +65,3 @@ def _constants(kind: str, gradient: str, columns: int, vocab: int, count: int) -
     sizes = {"C": columns, "N": gpu.access(columns, kind, gradient), "PIECE": PIECE, "WARPS": WARPS, "STAGES": STAGES}
     sizes |= {"BITS": bits, "BUCKET_BITS": bucket_bits, "HELD": held, "VOTES": votes}
     return {"T": kind, "G": gradient, **sizes, "GROUPING_BYTES": 4 * grouping, "MOST_TOKENS": MOST_TOKENS}
-
-
-KERNELS = (
-    gpu.Kernel(embedding_forward),
-    gpu.Kernel(embedding_backward, lambda call: sum(_scratch_sizes(call.reads["d_res"].shape)), _refuse_tokens),
-)

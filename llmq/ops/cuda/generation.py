@@ -33,6 +33,31 @@ def cache_write(
     gpu.launch("cache_write", "cache_write", gpu.rows_of(rot.shape), 128, arguments, constants)
 
 
+def _cache_facts(call: Arguments) -> tuple[str, int, int, int, int]:
+    """Type, head_dim, query heads per key head, sequences and length of a call's cache."""
+    cache, kv_heads = call.reads["cache"], call.numbers["num_kv_heads"]
+    batch, length, kept = cache.shape
+    kind = gpu.kind_of(cache.dtype, cache.name)
+    return kind, kept // (2 * kv_heads), call.numbers["num_heads"] // kv_heads, batch, length
+
+
+def _refuse_heads(call: Arguments, capability: int) -> None:
+    """UsageError for what the kernels do not take."""
+    kind, head_dim, group, batch, _ = _cache_facts(call)
+    if head_dim * gpu.size_of(kind) > MOST_HEAD_BYTES or _shared_bytes(kind, head_dim, group) > MOST_SHARED:
+        raise UsageError(
+            f"generation on the GPU has no room in shared memory for {group} query heads of {head_dim} per key head: "
+            "use --device cpu"
+        )
+    gpu.at_most(gpu.GRID_SIDE, batch, "sequences", "generation", "a smaller --batch-size")
+
+
+def _parts_bytes(call: Arguments) -> int:
+    kind, head_dim, _, batch, length = _cache_facts(call)
+    return 4 * batch * int(call.numbers["num_heads"]) * _pieces(kind, head_dim, length) * (head_dim + 2)
+
+
+@gpu.asks(_parts_bytes, _refuse_heads)
 def attention_cached(
     *operands: Any, num_heads: int, num_kv_heads: int, window: int | None, softmax_scale: float, scratch: Any = None
 ) -> None:
@@ -82,33 +107,7 @@ def _shared_bytes(kind: str, head_dim: int, group: int) -> int:
     )
 
 
-def _cache_facts(call: Arguments) -> tuple[str, int, int, int, int]:
-    """Type, head_dim, query heads per key head, sequences and length of a call's cache."""
-    cache, kv_heads = call.reads["cache"], call.numbers["num_kv_heads"]
-    batch, length, kept = cache.shape
-    kind = gpu.kind_of(cache.dtype, cache.name)
-    return kind, kept // (2 * kv_heads), call.numbers["num_heads"] // kv_heads, batch, length
-
-
-def _refuse_heads(call: Arguments, capability: int) -> None:
-    """UsageError for what the kernels do not take."""
-    kind, head_dim, group, batch, _ = _cache_facts(call)
-    if head_dim * gpu.size_of(kind) > MOST_HEAD_BYTES or _shared_bytes(kind, head_dim, group) > MOST_SHARED:
-        raise UsageError(
-            f"generation on the GPU has no room in shared memory for {group} query heads of {head_dim} per key head: "
-            "use --device cpu"
-        )
-    if batch > gpu.GRID_SIDE:
-        raise UsageError(
-            f"generation takes {gpu.GRID_SIDE} sequences at a time, not {batch}: use a smaller --batch-size"
-        )
-
-
-def _parts_bytes(call: Arguments) -> int:
-    kind, head_dim, _, batch, length = _cache_facts(call)
-    return 4 * batch * int(call.numbers["num_heads"]) * _pieces(kind, head_dim, length) * (head_dim + 2)
-
-
+@gpu.asks(refuse=lambda call, _: gpu.access_to(call.reads["x"]))
 def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K) or (2N,K), bias (N,) or (2N,) or None, residual (B,1,N)
     or None. What no kernel of a program writes, as the weight, is read before the kernels before it are done."""
@@ -139,11 +138,6 @@ def _split(rows: int, accesses: int, gated: int) -> int:
     return next((n for n in (1, 2, 4) if accesses <= most * n or rows * n >= ENOUGH_WARPS), WARPS)
 
 
-def _refuse_width(call: Arguments, capability: int) -> None:
-    x = call.reads["x"]
-    gpu.access(x.shape[-1], gpu.kind_of(x.dtype, x.name))
-
-
 def penalize(out: Output, new_seen: Output, /, logits: Tensor, seen: Tensor, tokens: Tensor, *, penalty: float) -> None:
     """out (B,1,Vp) fp32, new_seen (B,Vp) int32 <- logits (B,1,Vp), seen (B,Vp) int32, tokens (B,1) int32."""
     batch, columns = seen.shape
@@ -168,12 +162,3 @@ def sample(
     numbers = (np.float32(top_k), np.float32(top_p), np.float32(math.log(min_p) if min_p else -math.inf))
     arguments = (*operands, *gpu.random_key(seed, 0), inverse, *numbers)
     gpu.launch("sample", "sample", batch * cluster, SAMPLE_THREADS, arguments, constants, early=True)
-
-
-KERNELS = (
-    gpu.Kernel(cache_write),
-    gpu.Kernel(attention_cached, _parts_bytes, _refuse_heads),
-    gpu.Kernel(token_linear, refuse=_refuse_width),
-    gpu.Kernel(penalize),
-    gpu.Kernel(sample),
-)

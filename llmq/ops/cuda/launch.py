@@ -17,8 +17,8 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
-from llmq.ops.seam import Arguments
-from llmq.tensor import DTYPES, LARGEST, Form
+from llmq.ops.seam import Arguments, Function
+from llmq.tensor import DTYPES, LARGEST, Form, Ref
 
 if TYPE_CHECKING:
     from llmq.ops.record import Call
@@ -29,6 +29,7 @@ NAMES = {DTYPES[name]: name for name in TYPES}
 TILE_THREADS, TILE_LANES, TILE_ROWS, SUMS_ROWS = 256, 32, 128, 256  # forms.cuh
 SUM_THREADS, SUM_COLUMNS = 1024, 32  # columns.cuh
 VALUE, COPY, ROW, COL, SUMS, AMAX = 1, 2, 4, 8, 16, 32  # forms.cuh
+SMALLER_BATCH = "a smaller --batch-size with more --grad-accumulation"
 GRID_SIDE = 65535  # blocks along the second and the third axis of a grid, at most
 DEFAULT_SHARED_BYTES = 48 * 1024  # that a block gets unasked, what its kernel declares included
 STREAMS = 64  # of cast.cu
@@ -62,6 +63,22 @@ class Kernel:
         return self.scratch_bytes(given) if self.scratch_bytes is not None else 0
 
 
+def asks(scratch: Any = None, refuse: Any = None) -> Callable[[Function], Function]:
+    """Attaches to a launcher the scratch that its op needs, and what it refuses (see `Kernel`)."""
+
+    def attached(function: Function) -> Function:
+        vars(function)["kernel"] = Kernel(function, scratch, refuse)
+        return function
+
+    return attached
+
+
+def at_most(most: int, count: int, units: str, what: str, instead: str = SMALLER_BATCH) -> None:
+    """UsageError where there are more of something than a launch takes."""
+    if count > most:
+        raise UsageError(f"{count} {units} are more than the {most} that {what} takes on the GPU: use {instead}")
+
+
 def type_of(*tensors: Tensor | Output | None) -> str:
     """Type name of values in the kernels, which have one dtype; UsageError for what they do not know (fp64)."""
     kinds = [kind_of(dtype_of(tensor), tensor.name) for tensor in tensors if tensor is not None]
@@ -92,6 +109,11 @@ def access(width: int, *types: str) -> int:
     if number * min(SIZES.get(name, 4) for name in types) < 4:
         raise UsageError(f"a tensor {width} wide cannot be read 4 bytes at a time in bf16: use an even width")
     return number
+
+
+def access_to(ref: Ref) -> int:
+    """Numbers per access to the rows of a planned tensor."""
+    return access(ref.shape[-1], kind_of(ref.dtype, ref.name))
 
 
 def pointer(tensor: Tensor | None) -> int:
@@ -186,6 +208,11 @@ def rows_of(shape: tuple[int, ...]) -> int:
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a tensor seen as (rows, last axis)."""
     return rows_of(shape), shape[-1]
+
+
+def sums_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a partial row for every 256 rows of a tensor."""
+    return -(-rows_of(shape) // SUMS_ROWS) * shape[-1] * 4
 
 
 def tiles(rows: int, columns: int, wanted: int, per_lane: int, transposed: int) -> int:

@@ -180,6 +180,3 @@ def _problem(op: str, out: _View, accumulate: bool, inputs: Sequence[_View | Non
         fast=fast and left.scaling in ("tensor", "row"),  # 128-blocks are added up in f32, and have no fast mode
         alignment=lowest & -lowest,
     )
-
-
-KERNELS = (gpu.Kernel(bias_backward),)

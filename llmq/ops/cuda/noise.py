@@ -5,11 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
 from llmq.ops.reference.noise import STEPS, dropped_steps
-from llmq.ops.seam import Arguments
 
 THREADS = 256
 
@@ -26,6 +24,7 @@ def dropout(out: Output, /, *read: Any, rate: float, seed: int, stream: int, fir
     gpu.launch("dropout", "dropout", blocks, THREADS, arguments, {"T": kind, "N": number, "WIDTH": width})
 
 
+@gpu.asks(refuse=lambda call, _: gpu.at_most(gpu.GRID_SIDE, call.reads["res"].shape[0], "sequences", "--neftune-alpha"))
 def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: float, seed: int, stream: int) -> None:
     """out (B,T,C) <- res (B,T,C), samples (B,) int32: res + u alpha / sqrt(T C), u uniform in [-1, 1)."""
     kind, size = gpu.type_of(res, out), math.prod(res.shape[1:])
@@ -34,15 +33,3 @@ def embedding_noise(out: Output, /, res: Tensor, samples: Tensor, *, alpha: floa
     scale = np.float32(alpha / math.sqrt(size))
     arguments = (out, res, samples, scale, *gpu.random_key(seed, stream), np.int64(size))
     gpu.launch("embedding_noise", "embedding_noise", grid, THREADS, arguments, {"T": kind, "N": number})
-
-
-def _refuse_rows(call: Arguments, capability: int) -> None:
-    """UsageError for more sequences than one launch takes."""
-    if (batch := call.reads["res"].shape[0]) > gpu.GRID_SIDE:
-        raise UsageError(
-            f"--neftune-alpha takes micro-batches of {gpu.GRID_SIDE} sequences at most on the GPU, not {batch}: use a "
-            "smaller --batch-size with more --grad-accumulation"
-        )
-
-
-KERNELS = (gpu.Kernel(dropout), gpu.Kernel(embedding_noise, refuse=_refuse_rows))

@@ -19,6 +19,7 @@ NORM_THREADS = 1024
 TRANSPOSED = 64  # rows of a tile that is written transposed (optimizer.cu)
 
 
+@gpu.asks(lambda call: _scratch_bytes(call.reads["grad"].shape))
 def sum_squares(partials: Output, /, grad: Tensor, *, scratch: Any = None) -> None:
     """partials (P,) <- grad (any shape): sums of squares of 128 rows each."""
     constants: Constants = {"G": gpu.type_of(grad), "PIECE": SQUARES}
@@ -66,6 +67,21 @@ def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     gpu.launch("sum_squares", "apply_if_finite", 1, NORM_THREADS, arguments, {"G": "float", "PIECE": SQUARES})
 
 
+def _refuse_update(call: Arguments, capability: int) -> None:
+    """UsageError for a parameter that is not read 4 numbers at a time, as random bits come."""
+    states = list(call.reads.values())[: list(call.reads).index("grad")]
+    shape, is_coded = states[0].shape, any(ref.form is not None for ref in states)
+    has_columns = any(ref.form is not None and ref.form.layout == "col" for ref in call.writes.get("weight", ()))
+    tiled = _is_tiled(shape[-1], has_columns=has_columns, is_coded=is_coded)
+    width = shape[-1] if tiled else math.prod(shape)
+    if width % 4:
+        raise UsageError(
+            f"{states[0].name} has {width} numbers{' a row' if tiled else ''}, no multiple of 4, as the GPU updates "
+            "parameters: use a --lora-rank or a model whose sizes are, or --device cpu"
+        )
+
+
+@gpu.asks(refuse=_refuse_update)
 def adamw(
     *operands: Any, beta_1: float, beta_2: float, epsilon: float, weight_decay: float, rate: float = 1.0, **address: int
 ) -> None:
@@ -80,6 +96,7 @@ def adamw(
     _update("optimizer", "adamw", states, weight, (grad, *cells), (*numbers, np.float64(rate)), {}, **address)
 
 
+@gpu.asks(refuse=_refuse_update)
 def sgd(
     *operands: Any, momentum: float, nesterov: bool, weight_decay: float, rate: float = 1.0, **address: int
 ) -> None:
@@ -151,20 +168,6 @@ def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
     return has_columns or (is_coded and columns % BLOCK > 0)
 
 
-def _refuse_update(call: Arguments, capability: int) -> None:
-    """UsageError for a parameter that is not read 4 numbers at a time, as random bits come."""
-    states = list(call.reads.values())[: list(call.reads).index("grad")]
-    shape, is_coded = states[0].shape, any(ref.form is not None for ref in states)
-    has_columns = any(ref.form is not None and ref.form.layout == "col" for ref in call.writes.get("weight", ()))
-    tiled = _is_tiled(shape[-1], has_columns=has_columns, is_coded=is_coded)
-    width = shape[-1] if tiled else math.prod(shape)
-    if width % 4:
-        raise UsageError(
-            f"{states[0].name} has {width} numbers{' a row' if tiled else ''}, no multiple of 4, as the GPU updates "
-            "parameters: use a --lora-rank or a model whose sizes are, or --device cpu"
-        )
-
-
 def _held_type(tensor: Tensor) -> str:
     """Type name of a state: that of its codes where it is held in 8 bits."""
     return gpu.type_of(tensor) if tensor.form is None else tensor.form.dtype
@@ -179,13 +182,3 @@ def _held(output: Output) -> tuple[Output | Tensor, int]:
 
 def _scale(tensor: Tensor) -> int:
     return 0 if tensor.scale is None else gpu.address(tensor.scale)
-
-
-KERNELS = (
-    gpu.Kernel(sum_squares, lambda call: _scratch_bytes(call.reads["grad"].shape)),
-    gpu.Kernel(grad_scale),
-    gpu.Kernel(last_norm_scale),
-    gpu.Kernel(apply_if_finite),
-    gpu.Kernel(adamw, refuse=_refuse_update),
-    gpu.Kernel(sgd, refuse=_refuse_update),
-)

@@ -36,6 +36,21 @@ ERROR_BYTES = ERROR_BLOCKS * FIELDS * 4  # of scratch: six numbers per block
 ERROR_PER = {"delayed": 0, "current": 0, "rowwise": 1, "blockwise": 2, "tilewise": 3}  # what one scale is for
 
 
+def _refuse_cast(call: Arguments, capability: int) -> None:
+    """UsageError for what reads a quantized copy, unless it writes the value, or the same bytes transposed."""
+    form = call.reads["x"].form
+    if form is None or form.scaling is None:
+        return
+    written = [ref.form for ref in call.writes["out"]]
+    if form.dtype in UNPACKED and all(one is None or (one.dtype in LARGEST and one.is_measured) for one in written):
+        return
+    turns = form.turns and written == [replace(form, layout="col")]
+    is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in SCALES
+    if not turns and not (is_known and written == [None]):
+        raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
+
+
+@gpu.asks(refuse=_refuse_cast)
 def cast(out: Output, /, x: Tensor) -> None:
     """out, in every wanted form, <- x (the same shape)."""
     if x.form is not None and [target.form for target in out.tensors] == [replace(x.form, layout="col")]:
@@ -147,20 +162,7 @@ def scale_update(
     gpu.launch("cast", "scale_update", -(-cells // 128), 128, arguments, constants)
 
 
-def _refuse_cast(call: Arguments, capability: int) -> None:
-    """UsageError for what reads a quantized copy, unless it writes the value, or the same bytes transposed."""
-    form = call.reads["x"].form
-    if form is None or form.scaling is None:
-        return
-    written = [ref.form for ref in call.writes["out"]]
-    if form.dtype in UNPACKED and all(one is None or (one.dtype in LARGEST and one.is_measured) for one in written):
-        return
-    turns = form.turns and written == [replace(form, layout="col")]
-    is_known = form.dtype == "e4m3" and form.layout == "row" and form.scaling in SCALES
-    if not turns and not (is_known and written == [None]):
-        raise UsageError(f"{call.reads['x'].name} is stored in {form.key}, which no kernel casts: use --device cpu")
-
-
+@gpu.asks(lambda call: AMAX_BYTES)
 def quantize(out: Output, scale: Output, /, x: Tensor, *, limit: float, scratch: Any = None) -> None:
     """out, in every wanted form with its scales, and scale (1,) <- x (the shape of out)."""
     copies = {_place(tensor): tensor for tensor in out.tensors}
@@ -266,6 +268,7 @@ def nest(out: Output, /, absmax: Tensor, *, group: int, borders: tuple[int, ...]
         start = stop
 
 
+@gpu.asks(lambda call: ERROR_BYTES)
 def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Tensor, *, scratch: Any = None) -> None:
     """new_error (6,) <- error (6,), x (any shape), its `copy` in fp8 rows."""
     assert copy.form is not None and copy.form.layout == "row" and copy.scale is not None
@@ -280,14 +283,3 @@ def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Ten
     gpu.launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
     last = (new_error, error, parts, np.int32(blocks))
     gpu.launch("quantization_error", "error_total", 1, THREADS, last, constants)
-
-
-KERNELS = (
-    gpu.Kernel(cast, refuse=_refuse_cast),
-    gpu.Kernel(amax_scale),
-    gpu.Kernel(amax),
-    gpu.Kernel(scale_update),
-    gpu.Kernel(quantize, lambda call: AMAX_BYTES),
-    gpu.Kernel(nest),
-    gpu.Kernel(quantization_error, lambda call: ERROR_BYTES),
-)

@@ -8,6 +8,22 @@ from llmq.ops.cuda import launch as gpu
 from llmq.ops.seam import Arguments
 
 
+def _refuse(call: Arguments, capability: int) -> None:
+    """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
+    heads, head_dim = next(iter(call.reads.values())), call.reads["table"].shape[-1]
+    if head_dim % 4 == 0:
+        return
+    start = f"head_dim {head_dim}: half of it is odd, and"
+    if gpu.kind_of(heads.dtype, heads.name) == "bf16":
+        raise UsageError(f"{start} bf16 is read two numbers at a time: use --model-dtype fp32, or --device cpu")
+    if call.writes_columns:
+        raise UsageError(
+            f"{start} gradients are written as fp8 columns two at a time: use --fp8-scaling current, or "
+            "--matmul-dtype bf16"
+        )
+
+
+@gpu.asks(refuse=_refuse)
 def rope_forward(
     out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -15,6 +31,7 @@ def rope_forward(
     _turn(out, qkv, table, positions, num_heads, num_kv_heads, 1)
 
 
+@gpu.asks(refuse=_refuse)
 def rope_backward(
     d_qkv: Output, /, d_out: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -45,21 +62,3 @@ def _turn(
     blocks = -(-units // lanes) * -(-rows // height)
     arguments = (*outputs, x, table, positions, np.int64(rows))
     gpu.launch("rope", "rope", blocks, gpu.TILE_THREADS, arguments, {"T": kind, **sizes, **wanted})
-
-
-def _refuse(call: Arguments, capability: int) -> None:
-    """UsageError for heads whose halves are odd: bf16 is read, and fp8 columns are written, two numbers at a time."""
-    heads, head_dim = next(iter(call.reads.values())), call.reads["table"].shape[-1]
-    if head_dim % 4 == 0:
-        return
-    start = f"head_dim {head_dim}: half of it is odd, and"
-    if gpu.kind_of(heads.dtype, heads.name) == "bf16":
-        raise UsageError(f"{start} bf16 is read two numbers at a time: use --model-dtype fp32, or --device cpu")
-    if call.writes_columns:
-        raise UsageError(
-            f"{start} gradients are written as fp8 columns two at a time: use --fp8-scaling current, or "
-            "--matmul-dtype bf16"
-        )
-
-
-KERNELS = (gpu.Kernel(rope_forward, refuse=_refuse), gpu.Kernel(rope_backward, refuse=_refuse))

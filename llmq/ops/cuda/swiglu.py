@@ -23,6 +23,3 @@ def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Te
     blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, gpu.TILE_ROWS)
     arguments = (*outputs, *read, np.int64(rows))
     gpu.launch("swiglu", entry, blocks, gpu.TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
-
-
-KERNELS = (gpu.Kernel(swiglu_forward), gpu.Kernel(swiglu_backward))

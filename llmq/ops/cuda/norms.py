@@ -1,4 +1,4 @@
-"""RMSNorm on the GPU; see cuda/rmsnorm.cu."""
+"""RMSNorm on the GPU, of rows and of heads; see cuda/rmsnorm.cu and cuda/qk_norm.cu."""
 
 from typing import Any
 
@@ -14,8 +14,27 @@ HELD = 4  # accesses of a row that a lane holds at most
 MOST_WARPS = 32  # of a block
 # rows of a tile that is written transposed, the most that shared memory has room for; a part is a multiple of all
 TALL, MIDDLE, LOW = 64, 32, 16
+HEAD_THREADS, HEAD_WARPS, STEPS, TILE_WIDTH, WARP, SUM_SIDE = 256, 8, 2, 128, 32, 8  # qk_norm.cu
 
 
+def _refuse(call: Arguments, capability: int) -> None:
+    """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of a card's shared memory."""
+    res, room = call.reads["res"], gpu.shared_bytes_limit(capability) - gpu.STATIC_BYTES
+    columns, number = res.shape[-1], gpu.access_to(res)
+    if columns > number * 32 * HELD * MOST_WARPS:
+        raise UsageError(
+            f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
+            f"normalises, {number} numbers at a time: use --device cpu"
+        )
+    tile = LOW * _pitch(columns)
+    if call.writes_columns and tile > room:
+        raise UsageError(
+            f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
+            f"and a block of this GPU has {room}: use --fp8-scaling current, or --matmul-dtype bf16"
+        )
+
+
+@gpu.asks(refuse=_refuse)
 def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
     kind, rows = gpu.type_of(res, weight, x), gpu.rows_of(res.shape)
@@ -27,6 +46,7 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
     gpu.launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
 
 
+@gpu.asks(lambda call: _scratch_bytes(call.reads["res"].shape), _refuse)
 def rmsnorm_backward(
     d_out: Output,
     d_weight: Output,
@@ -113,24 +133,60 @@ def _tile_bytes(constants: dict[str, int | str]) -> int:
     return int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & gpu.COL else 0
 
 
-def _refuse(call: Arguments, capability: int) -> None:
-    """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of a card's shared memory."""
-    res, room = call.reads["res"], gpu.shared_bytes_limit(capability) - gpu.STATIC_BYTES
-    columns, number = res.shape[-1], gpu.access(res.shape[-1], gpu.kind_of(res.dtype, res.name))
-    if columns > number * 32 * HELD * MOST_WARPS:
+def _refuse_heads(call: Arguments, capability: int) -> None:
+    """UsageError for heads that no warp holds."""
+    qkv, head_dim = call.reads["qkv"], call.reads["q_weight"].shape[-1]
+    kind = gpu.kind_of(qkv.dtype, qkv.name)
+    number = gpu.access(head_dim, kind)
+    if head_dim > 32 * number:
+        fix = "--model-dtype bf16 or --device cpu" if kind == "float" else "--device cpu"
         raise UsageError(
-            f"hidden size {columns} is wider than the {number * 32 * HELD * MOST_WARPS} that a block of the GPU "
-            f"normalises, {number} numbers at a time: use --device cpu"
-        )
-    tile = LOW * _pitch(columns)
-    if call.writes_columns and tile > room:
-        raise UsageError(
-            f"hidden size {columns}: to be written as columns {LOW} rows in fp8 take {tile} bytes of shared memory, "
-            f"and a block of this GPU has {room}: use --fp8-scaling current, or --matmul-dtype bf16"
+            f"head_dim {head_dim} is wider than the {32 * number} that a warp of the GPU normalises, {number} numbers "
+            f"at a time: use {fix}"
         )
 
 
-KERNELS = (
-    gpu.Kernel(rmsnorm_forward, refuse=_refuse),
-    gpu.Kernel(rmsnorm_backward, lambda call: _scratch_bytes(call.reads["res"].shape), _refuse),
-)
+@gpu.asks(refuse=_refuse_heads)
+def qk_norm_forward(out: Output, rstd: Output, /, *read: Tensor, eps: float, **heads: int) -> None:
+    """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
+    qkv, q_weight, _ = read
+    wanted: dict[str, int | str] = {"FORMS": int(out.wanted), "E4M3": 1}
+    constants = _head_constants(gpu.type_of(qkv), "float", q_weight.shape[-1], wanted, **heads)
+    rows = gpu.rows_of(qkv.shape)
+    count = rows * (qkv.shape[-1] // q_weight.shape[-1])
+    assert count < 2**32, "heads of all rows are counted in 32 bits"
+    per_block = HEAD_WARPS * STEPS * (32 // int(constants["LANES"]))
+    arguments = (out, rstd, *read, np.float32(eps), np.int64(rows))
+    gpu.launch("qk_norm", "qk_norm_forward", -(-count // per_block), HEAD_THREADS, arguments, constants)
+
+
+@gpu.asks(lambda call: gpu.sums_bytes(call.reads["qkv"].shape), _refuse_heads)
+def qk_norm_backward(
+    d_qkv: Output, d_q_weight: Output, d_k_weight: Output, /, *read: Tensor, scratch: Any = None, **heads: int
+) -> None:
+    """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd."""
+    _, qkv, q_weight, _, _ = read
+    rows, width = gpu.rows_of(qkv.shape), q_weight.shape[-1]
+    weights = [output for output in (d_q_weight, d_k_weight) if output.wanted]
+    kinds = [gpu.type_of(output) for output in weights] or ["float"]
+    assert len(set(kinds)) == 1, "both weights' gradients have one dtype"
+    wanted, outputs = gpu.forms(d_qkv)
+    constants = _head_constants(gpu.type_of(qkv), kinds[0], width, wanted, **heads)
+    parts = -(-rows // gpu.SUMS_ROWS)
+    partial = gpu.room(scratch, gpu.sums_bytes(qkv.shape)) if weights else 0
+    arguments = (*outputs, partial, *read, np.int64(rows))
+    lanes, number = int(constants["LANES"]), int(constants["N"])
+    across = -(-(qkv.shape[-1] // width) // max(1, min(TILE_WIDTH // number, WARP) // lanes))
+    gpu.launch("qk_norm", "qk_norm_backward", parts * across, HEAD_THREADS, arguments, constants)
+    if weights:
+        last = (d_q_weight, d_k_weight, partial, np.int32(parts), gpu.adds(d_q_weight), gpu.adds(d_k_weight))
+        gpu.launch("qk_norm", "sum_weights", 2 * -(-width // SUM_SIDE), gpu.SUM_THREADS, last, constants)
+
+
+def _head_constants(
+    kind: str, gradient: str, width: int, wanted: dict[str, int | str], *, num_heads: int, num_kv_heads: int
+) -> dict[str, int | str]:
+    number = gpu.access(width, kind)
+    lanes = 1 << (width // number - 1).bit_length()
+    sizes = {"HQ": num_heads, "HKV": num_kv_heads, "HD": width, "N": number, "LANES": lanes}
+    return {"T": kind, "G": gradient, **sizes, **wanted}
