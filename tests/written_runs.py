@@ -34,6 +34,6 @@ def write_run(
             if step in evals:
                 log.evaluation(EvalRecord(step, epoch, evals[step], loss, 50.0, 512, 999 if step == whole else 512))
         if samples:
-            log.samples(3, samples)
+            log.record("samples", step=3, samples=samples)
         log.end("finished", eval_loss=0.5)
     return folder

@@ -130,21 +130,25 @@ REASONS = {INTERRUPTED: "interrupted", TERMINATED: "terminated"}
 
 
 class LogHook(Hook):
-    """Writes steps, evaluations and checkpoints, and how the run ended, with `resume`, which says how it goes on; and
-    measures how fast it is, from the time when it `began`."""
+    """Writes steps, evaluations and checkpoints, what the `backend` has to say once its kernels have run, and how the
+    run ended, with `resume`, which says how it goes on; and measures how fast it is, from the time when it `began`."""
 
-    def __init__(self, log: RunLog, began: float, resume: str, *, is_saved: bool) -> None:
-        self._log, self._began, self._resume, self._is_saved = log, began, resume, is_saved
+    def __init__(self, log: RunLog, backend: Backend, began: float, resume: str, *, is_saved: bool) -> None:
+        self._log, self._backend, self._began, self._resume, self._is_saved = log, backend, began, resume, is_saved
         self._first_step_s = math.nan
         self.speeds: list[float] = []  # of the steps, in tokens per second
 
     def after_step(self, run: RunView, record: TrainRecord) -> None:
-        """The step, where it gets a line."""
+        """The step, where it gets a line; after the first one the algorithms that decide the run's bits."""
         self.speeds.append(record.tps)
-        if len(self.speeds) == 1:
-            self._first_step_s = time.perf_counter() - self._began
         if self._log.due(record.step, last=run.is_last) or not record.applied:
             self._log.train(record)
+        if len(self.speeds) == 1:
+            self._first_step_s = time.perf_counter() - self._began
+            for text in self._backend.notices:
+                self._log.notice(text)
+            if self._backend.algorithms:
+                self._log.record("algorithms", **self._backend.algorithms)
 
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
         """The evaluation."""
@@ -189,23 +193,6 @@ class LogHook(Hook):
             log_path=self._log.path,
             **about,
         )
-
-
-class BackendHook(Hook):
-    """Writes what the device's backend has to say once its kernels have run: after the first step."""
-
-    def __init__(self, backend: Backend, log: RunLog) -> None:
-        self._backend, self._log, self._is_done = backend, log, False
-
-    def after_step(self, run: RunView, record: TrainRecord) -> None:
-        """Its notices, and the algorithms that decide the run's bits."""
-        if self._is_done:
-            return
-        self._is_done = True
-        for text in self._backend.notices:
-            self._log.notice(text)
-        if self._backend.algorithms:
-            self._log.record("algorithms", **self._backend.algorithms)
 
 
 class GpuWatch(Hook):

@@ -35,8 +35,9 @@ import os
 import textwrap
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -44,17 +45,7 @@ import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
 from llmq.screen import AFTER_S, Report, Screen, Words
-from llmq.training.records import (
-    EvalRecord,
-    GpuRecord,
-    TrainRecord,
-    eval_line,
-    gpu_line,
-    sample_line,
-    to_json,
-    train_line,
-    values_of,
-)
+from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, to_json
 
 if TYPE_CHECKING:
     from llmq.options.run import LogOptions
@@ -90,6 +81,8 @@ class RunLog:
         self.console_is_all = False  # of a dry run the lines are all that there is
         self._sections: dict[str, Any] = dict.fromkeys(SECTIONS)
         self._file: IO[str] | None = None
+        failed, advice = "the log cannot be written", "name another place with --log-file"
+        self._storage = partial(storage, self.path, failed, advice=advice)
         self._has_ended = False
         self._step = self._num_steps = 0
         self._epoch: int | None = None  # of the last [T] line
@@ -155,9 +148,11 @@ class RunLog:
                 kept = next(p for n in range(1, 10**6) if not (p := Path(f"{self.path}.{n}")).exists())
                 os.rename(self.path, kept)
             elif resume_step is not None and self.path.exists():
-                _drop_torn_line(self.path)
+                with open(self.path, "r+b") as file:  # without a line that a killed process did not finish
+                    file.truncate(file.read().rfind(b"\n") + 1)
             self._file = open(self.path, "a", buffering=1, encoding="ascii", newline="\n")  # noqa: SIM115
-        about = {"schema": SCHEMA, "started": _now(), "version": llmq.__version__, **self._sections}
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        about = {"schema": SCHEMA, "started": started, "version": llmq.__version__, **self._sections}
         if resume_step is not None and self.path.stat().st_size > 0:
             self.record("resume", step=resume_step, **about)
         else:
@@ -185,26 +180,20 @@ class RunLog:
         if epoch != (self._epoch or epoch):
             self.say(f"Epoch {epoch}")
         self._epoch = epoch
-        self.say(train_line(record, self._num_steps, details=self._verbosity >= DETAILS))
-        self.record("train", **values_of(record))
+        self.say(record.line(self._num_steps, details=self._verbosity >= DETAILS))
+        self.record("train", **asdict(record), tps=record.tps)
         if not record.applied:
             self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
 
     def evaluation(self, record: EvalRecord) -> None:
         """One [V] line and its record."""
         self._step = record.step
-        self.say(eval_line(record, self._num_steps), least=SUMMARY)
-        self.record("eval", **values_of(record))
-
-    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """An [S] line for each completion, and the record of all."""
-        for sample in samples:
-            self.say(sample_line(step, sample))
-        self.record("samples", step=step, samples=samples)
+        self.say(record.line(self._num_steps), least=SUMMARY)
+        self.record("eval", **asdict(record), tps=record.tps)
 
     def gpu(self, record: GpuRecord) -> None:
         """One [G] line and its record."""
-        self.say(gpu_line(record))
+        self.say(record.line())
         self.record("gpu", **asdict(record))
 
     def say_waiting(self) -> None:
@@ -289,22 +278,14 @@ class RunLog:
         self._screen.drop_bars()
         self.record("notice", step=self._step, text=f"the console cannot be written to any more: {error}")
 
-    def close(self) -> None:
-        """Closes the file; the log can no longer be written."""
-        file, self._file = self._file, None
-        if file is not None:
-            with self._storage():
-                file.close()
-
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _storage(self) -> AbstractContextManager[None]:
-        advice = "name another place with --log-file"
-        return storage(self.path, "the log cannot be written", advice=advice)
+        file, self._file = self._file, None
+        if file is not None:
+            with self._storage():
+                file.close()
 
     def head(self, title: str, *, least: int = USUAL) -> None:
         """`[title]`, in bold on a terminal."""
@@ -317,13 +298,3 @@ class RunLog:
         for name, value in facts.items():
             shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             self.say(f"  {name:<{width}} : {'-' if shown is None else shown}")
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Cuts what follows the last line end: a line that a killed process did not finish."""
-    with open(path, "r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)

@@ -14,14 +14,13 @@ from llmq.errors import NonFiniteError
 from llmq.files.checkpoint import load
 from llmq.files.writers import Saver
 from llmq.plan.plan import Plan
-from llmq.training.evaluation import evaluate
+from llmq.training.evaluation import SampleHook, evaluate
 from llmq.training.finish import export_all
 from llmq.training.fp8 import Fp8Watch, carried
-from llmq.training.hooks import Ask, BackendHook, Hook, LogHook, MethodHook, RunView
+from llmq.training.hooks import Ask, Hook, LogHook, MethodHook, RunView
 from llmq.training.interrupt import Interrupt
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord, TrainResult
-from llmq.training.samples import SampleHook
 from llmq.training.saving import RunCheckpoints, begin
 
 NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
@@ -36,12 +35,12 @@ class Loop:
         if ready.backend.allocated:
             self.log.say(ready.backend.allocated)
         self.progress, self.num_steps = ready.earlier.progress, ready.schedule.steps
-        self.report = LogHook(self.log, began, ready.continue_command, is_saved=ready.earlier.path is not None)
+        how_it_goes_on, is_saved = ready.continue_command, ready.earlier.path is not None
+        self.report = LogHook(self.log, ready.backend, began, how_it_goes_on, is_saved=is_saved)
         self.hooks: tuple[Hook, ...] = (
             self.report,
             *hooks,
             ready.gpu,
-            BackendHook(ready.backend, self.log),
             Fp8Watch(ready, self._switch),
             MethodHook(self.log.say),
             SampleHook(ready.samples, self.log, self._ends),

@@ -32,6 +32,7 @@ from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import Report
 from llmq.training.describe import describe, describe_dry, level_lines
+from llmq.training.evaluation import SamplePrompts, open_samples
 from llmq.training.exports import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
 from llmq.training.fit import NUMBERS, Fit, fitted, taken
 from llmq.training.fp8 import timed_sites
@@ -39,7 +40,6 @@ from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
 from llmq.training.ready import EarlierRun, Facts, Ready, Replan, checkpoint_slices
-from llmq.training.samples import SamplePrompts, open_samples
 from llmq.training.schedule import Schedule, make_schedule
 from llmq.training.without_effect import without_effect
 

@@ -36,11 +36,11 @@ from llmq.plan.precision import Precision, Watching
 from llmq.plan.spec import Completions, Spec, regularization
 from llmq.row import Row
 from llmq.tensor import DTYPES
+from llmq.training.evaluation import SamplePrompts
 from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
-from llmq.training.samples import SamplePrompts
 from llmq.training.schedule import Schedule
 
 Replan = Callable[[Precision, int], Plan]  # a plan with other dtypes, where some more bytes are free than now

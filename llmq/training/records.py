@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,25 @@ if TYPE_CHECKING:
     from llmq.plan.plan import Plan
 
 
+class _Timed:
+    """What took some time for so many tokens."""
+
+    step: int
+    time_ms: float
+    tokens: int
+
+    @property
+    def tps(self) -> float:
+        """Tokens per second, over all tokens."""
+        return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+    def _place(self, num_steps: int) -> str:
+        share = f"{100 * self.step / num_steps:5.1f}%" if num_steps else "   n/a"
+        return f"step {self.step:5d} [{share}] | time: {self.time_ms:5.0f} ms"
+
+
 @dataclass(frozen=True)
-class TrainRecord:
+class TrainRecord(_Timed):
     """One optimizer step. `tokens` are all tokens of the step, `trained_tokens` those that the loss is made of."""
 
     step: int
@@ -34,14 +51,26 @@ class TrainRecord:
     real_tokens: int | None = None  # without padding
     sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
 
-    @property
-    def tps(self) -> float:
-        """Tokens per second, over all tokens of the step."""
-        return _tps(self)
+    def line(self, num_steps: int, *, details: bool = False) -> str:
+        """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`.
+
+        The share is of the run's `num_steps` (0: not known). Padded rows have their other tokens beside `tps`;
+        `details` are the learning rate and the memory.
+        """
+        sol = "  n/a" if self.sol is None else f"{100 * self.sol:4.1f}%"
+        tps = f"{self.tps:5.0f}"
+        if self.real_tokens is not None and self.real_tokens < self.tokens:
+            tps += f" ({self.tps * self.real_tokens / self.tokens:.0f} without padding)"
+        line = f"[T] {self._place(num_steps)} | norm {self.norm:10.6f} | loss {self.loss:10.6f} | tps {tps} | sol {sol}"
+        if not details:
+            return line
+        return f"{line} | lr {self.lr:.3e}" + (
+            "" if self.memory_mib is None else f" | memory {self.memory_mib:.0f} MiB"
+        )
 
 
 @dataclass(frozen=True)
-class EvalRecord:
+class EvalRecord(_Timed):
     """One evaluation after `step` updates: `loss` on held-out data, `train_loss` of the steps since the last one."""
 
     step: int
@@ -52,10 +81,10 @@ class EvalRecord:
     tokens: int
     trained_tokens: int
 
-    @property
-    def tps(self) -> float:
-        """Tokens per second, over all tokens of the evaluation."""
-        return _tps(self)
+    def line(self, num_steps: int) -> str:
+        """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
+        train = math.nan if self.train_loss is None else self.train_loss
+        return f"[V] {self._place(num_steps)} | eval {self.loss:10.6f} | train {train:10.6f} | tps {self.tps:5.0f}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,20 @@ class GpuRecord:
     pcie_tx_kb_s: int | None = None  # from the GPU
     gpu_percent: int | None = None  # of the time in which a kernel ran
     memory_percent: int | None = None  # of the time in which its memory was read or written
+
+    def line(self) -> str:
+        """`[G] step     7 | SM 1755 MHz | 655 W | 61 C | 36100 MiB | PCIe 12/3 MB/s | busy 99% | power cap`."""
+        received, sent = self.pcie_rx_kb_s, self.pcie_tx_kb_s
+        parts = (
+            None if self.sm_mhz is None else f"SM {self.sm_mhz} MHz",
+            None if self.watts is None else f"{self.watts:.0f} W",
+            None if self.celsius is None else f"{self.celsius} C",
+            None if self.used_mib is None else f"{self.used_mib:.0f} MiB",
+            None if received is None or sent is None else f"PCIe {received / 1000:.0f}/{sent / 1000:.0f} MB/s",
+            None if self.gpu_percent is None else f"busy {self.gpu_percent}%",
+            ", ".join(self.throttled or ()),
+        )
+        return " | ".join([f"[G] step {self.step:5d}", *(part for part in parts if part)])
 
 
 @dataclass(frozen=True)
@@ -104,48 +147,6 @@ EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps", "time")
 GPU_COLUMNS = (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time")  # the numbers
 
 
-def train_line(r: TrainRecord, num_steps: int, *, details: bool = False) -> str:
-    """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`.
-
-    The share is of the run's `num_steps` (0: not known). Padded rows have their other tokens beside `tps`; `details`
-    are the learning rate and the memory.
-    """
-    sol = "  n/a" if r.sol is None else f"{100 * r.sol:4.1f}%"
-    tps = f"{r.tps:5.0f}"
-    if r.real_tokens is not None and r.real_tokens < r.tokens:
-        tps += f" ({r.tps * r.real_tokens / r.tokens:.0f} without padding)"
-    line = f"[T] {_place(r, num_steps)} | norm {r.norm:10.6f} | loss {r.loss:10.6f} | tps {tps} | sol {sol}"
-    if not details:
-        return line
-    return f"{line} | lr {r.lr:.3e}" + ("" if r.memory_mib is None else f" | memory {r.memory_mib:.0f} MiB")
-
-
-def eval_line(r: EvalRecord, num_steps: int) -> str:
-    """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
-    train = math.nan if r.train_loss is None else r.train_loss
-    return f"[V] {_place(r, num_steps)} | eval {r.loss:10.6f} | train {train:10.6f} | tps {r.tps:5.0f}"
-
-
-def values_of(r: TrainRecord | EvalRecord) -> dict[str, Any]:
-    """What the log's file has of a record."""
-    return {**asdict(r), "tps": r.tps}
-
-
-def gpu_line(r: GpuRecord) -> str:
-    """`[G] step     7 | SM 1755 MHz | 655 W | 61 C | 36100 MiB | PCIe 12/3 MB/s | busy 99% | power cap`."""
-    pcie = None if r.pcie_rx_kb_s is None or r.pcie_tx_kb_s is None else (r.pcie_rx_kb_s, r.pcie_tx_kb_s)
-    parts = (
-        None if r.sm_mhz is None else f"SM {r.sm_mhz} MHz",
-        None if r.watts is None else f"{r.watts:.0f} W",
-        None if r.celsius is None else f"{r.celsius} C",
-        None if r.used_mib is None else f"{r.used_mib:.0f} MiB",
-        None if pcie is None else f"PCIe {pcie[0] / 1000:.0f}/{pcie[1] / 1000:.0f} MB/s",
-        None if r.gpu_percent is None else f"busy {r.gpu_percent}%",
-        ", ".join(r.throttled or ()),
-    )
-    return " | ".join([f"[G] step {r.step:5d}", *(part for part in parts if part)])
-
-
 def sample_line(step: int, sample: Mapping[str, Any]) -> str:
     """`[S] step     7 | "Once upon a" -> " time there was a cat.\\n"`, each side on one line as JSON writes it.
 
@@ -165,15 +166,6 @@ def asked_of(sample: Mapping[str, Any]) -> Any:
 def answer_of(sample: Mapping[str, Any]) -> Any:
     """Its completion: text, or tokens without a tokenizer."""
     return sample["new_tokens"] if sample["text"] is None else sample["text"]
-
-
-def _place(r: TrainRecord | EvalRecord, num_steps: int) -> str:
-    share = f"{100 * r.step / num_steps:5.1f}%" if num_steps else "   n/a"
-    return f"step {r.step:5d} [{share}] | time: {r.time_ms:5.0f} ms"
-
-
-def _tps(r: TrainRecord | EvalRecord) -> float:
-    return 1000.0 * r.tokens / r.time_ms if r.time_ms > 0 else math.nan
 
 
 def to_json(value: Any) -> Any:

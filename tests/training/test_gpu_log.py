@@ -17,7 +17,7 @@ from llmq.report.read import read_log
 from llmq.report.wandb import _history
 from llmq.training.hooks import GpuWatch
 from llmq.training.progress import Progress
-from llmq.training.records import GpuRecord, gpu_line
+from llmq.training.records import GpuRecord
 
 HERE = Device("cuda", gpu=Gpu(0, *H200[:1], "GPU-1", *H200[1:]))
 READING = nvml.Reading(
@@ -61,12 +61,12 @@ def test_what_nvml_does_not_say_is_none(monkeypatch):
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: next(answers))
     read(GpuWatch(HERE, 7, found.append), 7)
     assert found == [GpuRecord(7)]
-    assert gpu_line(GpuRecord(7)) == "[G] step     7" and gpu_line(GpuRecord(7, watts=99.6)) == "[G] step     7 | 100 W"
+    assert GpuRecord(7).line() == "[G] step     7" and GpuRecord(7, watts=99.6).line() == "[G] step     7 | 100 W"
 
 
 def test_the_line_has_its_documented_form():
     line = "[G] step     7 | SM 1755 MHz | 655 W | 61 C | 3072 MiB | PCIe 12/3 MB/s | busy 99% | power cap"
-    assert gpu_line(RECORD) == line
+    assert RECORD.line() == line
 
 
 def test_it_needs_nvml(monkeypatch):

@@ -18,7 +18,7 @@ from llmq.errors import DataError, LlmqError, StorageError
 from llmq.options.run import LogOptions
 from llmq.report.read import find_log, read_log
 from llmq.training.log import RunLog
-from llmq.training.records import EvalRecord, TrainRecord, eval_line, to_json, train_line
+from llmq.training.records import EvalRecord, TrainRecord, to_json
 
 TRAIN = TrainRecord(
     step=7,
@@ -61,14 +61,14 @@ PADDED = replace(TRAIN, tokens=8000, real_tokens=6000, time_ms=400)
 
 
 def test_lines_have_the_documented_form() -> None:
-    assert train_line(TRAIN, 28) == LINE and eval_line(EVAL, 28) == EVALUATED
-    assert train_line(TRAIN, 28, details=True) == f"{LINE} | lr 1.000e-05"
-    known = train_line(replace(TRAIN, memory_mib=36100.2), 28, details=True)
+    assert TRAIN.line(28) == LINE and EVAL.line(28) == EVALUATED
+    assert TRAIN.line(28, details=True) == f"{LINE} | lr 1.000e-05"
+    known = replace(TRAIN, memory_mib=36100.2).line(28, details=True)
     assert known == f"{LINE} | lr 1.000e-05 | memory 36100 MiB"
     for num_steps, share in ((1400, "[  0.5%]"), (7, "[100.0%]"), (0, "[   n/a]")):
-        assert share in train_line(replace(TRAIN, epoch=1.25), num_steps)
-    assert "| tps 20000 (15000 without padding) | sol" in train_line(PADDED, 7)
-    assert "| tps 20000 | sol" in train_line(replace(PADDED, real_tokens=8000), 7)
+        assert share in replace(TRAIN, epoch=1.25).line(num_steps)
+    assert "| tps 20000 (15000 without padding) | sol" in PADDED.line(7)
+    assert "| tps 20000 | sol" in replace(PADDED, real_tokens=8000).line(7)
 
 
 def test_an_epoch_is_told_when_it_begins(tmp_path: Path) -> None:
@@ -77,7 +77,6 @@ def test_an_epoch_is_told_when_it_begins(tmp_path: Path) -> None:
         log.begin(num_steps=8)
         for step, epoch in enumerate((0.5, 1.0000000000001, 1.5, 2.0, 2.5), 1):
             log.train(replace(TRAIN, step=step, epoch=epoch))
-        log.close()
     with RunLog(options(tmp_path / "log.jsonl"), console) as log:  # a resumed run is in an epoch that is known
         log.begin(resume_step=5, num_steps=8)
         log.train(replace(TRAIN, step=6, epoch=3.0))
