@@ -26,8 +26,7 @@ from golden.peft_judge import (
 )
 from safetensors.numpy import load_file
 
-from llmq.adapters.adalora import AdaLora, with_triplets
-from llmq.adapters.importance import Budget
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.merge import merge
 from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -49,6 +49,7 @@ from llmq.sites.lora import DroppedAdapter, LoraAdapter, LowRank
 WHOLE = 512  # rows or columns up to which a matrix is decomposed as a whole
 OVERSAMPLED, BLOCKS = 8, 8  # directions beside the rank, and powers, of the Krylov space of larger ones
 OF_WEIGHTS = ("norms", *TAKEN_OUT)  # inits that follow from weights
+Pairs = dict[str, tuple[np.ndarray, np.ndarray]]  # A and B by module
 SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")  # of PEFT's inits, those that do not change the model
 
 
@@ -252,7 +253,7 @@ class Lora(Method):
 
     def rest(self, config: ModelConfig, model: Values) -> Values:
         """Less the first A and B of PiSSA and OLoRA."""
-        return FirstAdapter(self, config, model).base
+        return FirstAdapter(self, config, model).values
 
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """As PEFT converts what was taken out of the model: an adapter of twice the rank, with what it began with."""
@@ -316,7 +317,7 @@ def _beside_first(first: FirstAdapter, rows: Sequence[Row], read: Read) -> tuple
         value, (site, found, _) = read(row), row.name.partition(".lora_")
         if not found or ".lora_m" in row.name:
             return value
-        pairs = first.pairs(site)
+        _, pairs = first.site(site)
         own = [pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)] for part in row.parts]
         if ".lora_b." in row.name:
             ((_, b),) = own
@@ -328,7 +329,7 @@ def _beside_first(first: FirstAdapter, rows: Sequence[Row], read: Read) -> tuple
 
 
 class FirstAdapter:
-    """The rows of a new adapter on the weights of `model`.
+    """The values of rows of a model with a new adapter on its weights, which `model` reads.
 
     Magnitudes are the norms of the model's rows. Of pissa and olora the first s B A are taken out of the weights.
     """
@@ -336,65 +337,39 @@ class FirstAdapter:
     def __init__(self, adapters: Lora, config: ModelConfig, model: Values) -> None:
         self.adapters, self.model = adapters, model
         self._weights = {row.name: row for row in parameter_rows(config)}
-        self._last: tuple[str, dict[str, tuple[np.ndarray, np.ndarray]]] = ("", {})
+        self.site = lru_cache(maxsize=1)(self._site)  # the rows of a site follow each other
 
-    def pairs(self, site: str, weight: np.ndarray | None = None) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The first A and B of each module of a site, by name; those of the last one that was asked for are kept."""
-        if self._last[0] != site:
-            if weight is None:
-                ((_, weight),) = self.model([self._weights[f"{site}.weight"]])
-            self._last = (
-                site,
-                {
-                    t.module.name: first_pair(
-                        self.adapters.init, weight[t.module.start : t.module.stop], t.rank, t.scale
-                    )
-                    for t in self.adapters.by_site[site]
-                },
-            )
-        return self._last[1]
+    def _site(self, name: str) -> tuple[np.ndarray, Pairs]:
+        """The weight of a site, and the first A and B of each of its modules by name if they are taken out of it."""
+        ((_, weight),) = self.model([self._weights[f"{name}.weight"]])
+        of, found = self.adapters, Pairs()
+        for target in of.by_site[name] if of.takes_out else ():
+            part = weight[target.module.start : target.module.stop]
+            found[target.module.name] = first_pair(of.init, part, target.rank, target.scale)
+        return weight, found
 
-    def base(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-        """The values of the model's rows, less what is taken out of them."""
-        for row, value in self.model(rows):
-            yield row, self._less(row, value)
+    def values(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
+        """The values of rows: of those that follow from weights, of weights less what is taken out, and the model's."""
+        for row in rows:
+            site = row.name.partition(".lora_")[0].removesuffix(".weight")
+            if site in self.adapters.by_site and (row.init in OF_WEIGHTS or row.name in self._weights):
+                yield row, self._value(row, *self.site(site), self.adapters.by_site[site])
+            else:
+                yield from self.model([row])
 
-    def _less(self, row: Row, value: np.ndarray) -> np.ndarray:
-        is_split = self.adapters.takes_out and row.name in self._weights and row.name.endswith(".weight")
-        if not is_split or row.site not in self.adapters.by_site:
-            return value
-        rest, pairs = value.astype(np.float32), self.pairs(row.site or "", value)
-        for target in self.adapters.by_site[row.site or ""]:
+    def _value(self, row: Row, weight: np.ndarray, pairs: Pairs, targets: Sequence[Target]) -> np.ndarray:
+        """The value of a weight, or of a row of an adapter that follows from it."""
+        modules = [part.name.partition(".lora_")[0] for part in row.parts]
+        if row.init == "norms":
+            (own,) = (target.module for target in targets if target.module.name == modules[0])
+            return norms_of(weight[own.start : own.stop])
+        if row.init in TAKEN_OUT:
+            return np.concatenate([pairs[name][".lora_b." in row.name] for name in modules])
+        rest = weight.astype(np.float32) if pairs else weight
+        for target in targets if pairs else ():
             a, b = pairs[target.module.name]
             rest[target.module.start : target.module.stop] -= np.float32(target.scale) * (b @ a)
         return rest
-
-    def values(self, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-        """The values of rows: those that follow from weights, and others as in the model. A weight that is among the
-        rows is read once."""
-        made: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.init in OF_WEIGHTS:
-                made.setdefault(row.name.partition(".lora_")[0] + ".weight", []).append(row)
-        others = [row for row in rows if row.init not in OF_WEIGHTS]
-        named = {row.name for row in others}
-        for row, value in self.model(others):
-            yield row, self._less(row, value)
-            yield from self._made(row, value, made.get(row.name, ()))
-        for row, value in self.model([self._weights[name] for name in made if name not in named]):
-            yield from self._made(row, value, made[row.name])
-
-    def _made(self, weight: Row, value: np.ndarray, rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-        """The rows of an adapter that follow from a weight."""
-        parts = {part.name.removesuffix(".weight"): part for part in weight.parts}
-        for row in rows:
-            if row.init == "norms":
-                part = parts[row.parts[0].name.removesuffix(f".{MAGNITUDE}")]
-                yield row, norms_of(value[part.start : part.stop])
-                continue
-            pairs = self.pairs(weight.site or "", value)
-            which = 0 if ".lora_A." in row.parts[0].name else 1
-            yield row, np.concatenate([pairs[part.name.partition(".lora_")[0]][which] for part in row.parts])
 
 
 def first_pair(init: str, weight: np.ndarray, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:

@@ -8,8 +8,7 @@ from in_process import run_ranks
 from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, batch, engine_of, parameters, plan_of, tiny
 
-from llmq.adapters.adalora import AdaLora, with_triplets
-from llmq.adapters.importance import Budget, kept
+from llmq.adapters.adalora import AdaLora, Budget, kept, with_triplets
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.host import HostBackend
 from llmq.backends.planned import PlannedBackend

@@ -8,9 +8,8 @@ import pytest
 from test_adapters import UNTIED, adapters, warm
 from tiny_engines import BF16, EVERY, FP8, FP64, B, T, batch, bits, plan_of, tiny
 
-from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
-from llmq.adapters.importance import Budget
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.planned import PlannedBackend

@@ -13,9 +13,8 @@ from tiny_engines import engine_of, next_logits, plan_of, tiny
 from tiny_runs import on_weights
 
 import llmq
-from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
-from llmq.adapters.importance import Budget
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import MergedExport, merge, untied
 from llmq.adapters.targets import chosen, targets
