@@ -61,7 +61,7 @@ class Screen:
 
         `words` formats an amount, as `disk.shown` formats bytes; without it an amount is a number.
         """
-        amount_in_words = words or _number
+        amount_in_words = words or "{:,}".format
         began = printed = time.monotonic()
         bar, first = None, (0.0, 0)
 
@@ -134,18 +134,14 @@ def counted(items: Iterable[T], total: int | None, report: Report) -> Iterator[T
 
 def plain_line(title: str, done: int, total: int | None, words: Words | None = None) -> str:
     """`Evaluating: 30 of 120 (25%)`."""
-    words = words or _number
+    words = words or "{:,}".format
     return f"{title}: {words(done)}" + (f" of {words(total)} ({100 * done // total}%)" if total else "")
 
 
 @contextmanager
 def unshown(title: str) -> Iterator[Report]:
     """A task whose progress does not matter."""
-    yield lambda done, total: None
-
-
-def _number(amount: int) -> str:
-    return f"{amount:,}"
+    yield unreported
 
 
 def _rate(done: int, seconds: float, words: Words | None) -> str:

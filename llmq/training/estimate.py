@@ -76,15 +76,9 @@ def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
     pieces = [Piece(name, one.whole, DTYPES[one.dtype]) for name, one in plan.saved().items()]
     model = num_parameters(rows) * DTYPES["bf16"].itemsize
     yield f"On disk: a checkpoint {shown(checkpoint_bytes(pieces))}, the model in bf16 {shown(model)}"
-    yield _predicted(plan, where, micro_steps)
-
-
-def _predicted(plan: Plan, where: Device, micro_steps: int) -> str:
-    """A line on the time of a step."""
-    spec = plan.spec
     seconds = step_seconds(plan, rates_of(where), micro_steps)
-    tokens = spec.batch_size * spec.text_len * micro_steps * spec.sharding.size
-    return (
+    tokens = spec.batch_size * spec.text_len * micro_steps * gpus
+    yield (
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
         f"shares of the card's peaks that an H200 sustains{assumed(where)}"
     )

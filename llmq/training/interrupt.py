@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from llmq.errors import INTERRUPTED, TERMINATED
@@ -19,62 +19,62 @@ EXIT_CODES = {
     signal.SIGHUP: TERMINATED,
     signal.SIGUSR1: TERMINATED,  # what a batch system sends ahead of a job's time limit
 }
+Handler = Callable[[int, FrameType | None], None]
 HEARD = "\nEnding after this step. A second Ctrl-C ends at once, without the steps since the last checkpoint.\n"
 
 
 class Interrupt:
-    """While entered, the signals set `exit_code` instead of ending the process; then all is as before.
-
-    A signal that is ignored (SIGHUP under nohup) stays so. Only the main thread may handle signals: entered in another
-    one (a notebook's worker), it does nothing.
-    """
+    """While entered, the signals set `exit_code` instead of ending the process; then all is as before."""
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         return self.exit_code != 0
 
     def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            heard = [number for number in EXIT_CODES if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._handle) for number in heard}
+        self._before = _handled(EXIT_CODES, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.exit_code = EXIT_CODES[signal.Signals(number)]
         if number != signal.SIGUSR1:  # which comes more than once, or ahead of SIGTERM
-            self._restore()  # the second signal does what it did before
+            _restore(self._before)  # the second signal does what it did before
         if number == signal.SIGINT:
             with suppress(OSError, ValueError):  # print() could be the very thing that was interrupted
                 os.write(sys.stderr.fileno(), HEARD.encode())
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
     """Lets SIGTERM and SIGUSR1 end the command as Ctrl-C does; writers on the way remove what cannot be resumed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _terminate) for number in heard}
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = _handled((signal.SIGTERM, signal.SIGUSR1), terminate)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        _restore(before)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
+def _handled(numbers: Iterable[int], handler: Handler) -> dict[int, Any]:
+    """Makes a handler that of these signals; their handlers before.
+
+    A signal that is ignored (SIGHUP under nohup) stays so. Only the main thread may handle signals: in another one (a
+    notebook's worker), this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def _restore(before: dict[int, Any]) -> None:
+    while before:
+        signal.signal(*before.popitem())

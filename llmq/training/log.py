@@ -163,15 +163,15 @@ class RunLog:
 
     def check(self) -> None:
         """StorageError if there is something else than a log at the path, or nothing can be, as it is too long."""
+        start = b""
         with self._storage():
-            is_folder = self.path.is_dir()
+            if not (is_folder := self.path.is_dir()) and self.path.is_file():
+                with open(self.path, "rb") as file:
+                    start = file.read(len(OPENING))
         if is_folder:
             raise StorageError(f"--log-file {self.path} is a folder: name a file, such as {self.path / 'log.jsonl'}")
-        if self.path.is_file() and self.path.stat().st_size > 0:
-            with self._storage(), open(self.path, "rb") as file:
-                start = file.read(len(OPENING))
-            if not OPENING.startswith(start):
-                raise StorageError(f"--log-file {self.path} is a file that is no log: name another one")
+        if not OPENING.startswith(start):
+            raise StorageError(f"--log-file {self.path} is a file that is no log: name another one")
 
     def train(self, record: TrainRecord) -> None:
         """One [T] line and its record; before the first one of another epoch, its number."""

@@ -5,7 +5,6 @@ one (`contradictions` of a section of options, llmq/plan/spec.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from llmq.options.field import written
@@ -13,15 +12,6 @@ from llmq.plan.memory import is_quant
 from llmq.training.ready import Ready
 
 NO_EVAL = "without data to evaluate on, such as --eval-file"
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Options that have no effect in the runs for which `when` is true; `why` ends the line."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Ready], bool]
-    why: str
 
 
 def _on_cpu(run: Ready) -> bool:
@@ -36,8 +26,9 @@ def _never_evaluates(run: Ready) -> bool:
     return not run.options["eval_every_n_steps"]
 
 
-TABLE = (
-    Idle(
+# Options, the runs in which they have no effect, and why, which ends the line.
+TABLE: tuple[tuple[tuple[str, ...], Callable[[Ready], bool], str], ...] = (
+    (
         (
             *("zero_level", "shard_gradients", "shard_weights", "reduce_dtype", "all_to_all_reduce"),
             *("gradient_compression", "memcpy_all_gather", "memcpy_send_recv"),
@@ -45,69 +36,65 @@ TABLE = (
         lambda run: run.plan.spec.sharding.size == 1,
         "in a run of one process",
     ),
-    Idle(
+    (
         ("use_cuda_graphs", "deterministic", "write_combined", "memcpy_all_gather", "memcpy_send_recv"),
         _on_cpu,
         "on the CPU",
     ),
-    Idle(
+    (
         ("host_memory_limit",),
         lambda run: _on_cpu(run) and not run.plan.host_bytes,
         "on the CPU: --memory-limit limits its memory",
     ),
-    Idle(
+    (
         ("host_memory_limit", "write_combined"),
         lambda run: not (run.plan.host_bytes or run.options["fit"]),
         "without something on the host, such as --offload-optimizer",
     ),
-    Idle(
+    (
         ("use_zero_copy",),
         lambda run: {"master", "m", "v", "grad"}.isdisjoint(run.plan.spec.memory.host),
         "without optimizer states or gradients on the host: --offload-optimizer",
     ),
-    Idle(
+    (
         ("offload_quants", "persistent_quants"),
         lambda run: not any(is_quant(row, run.plan.spec.precision) for row in run.plan.rows),
         "without e4m3 matmuls of weights that are trained: --matmul-dtype e4m3",
     ),
-    Idle(
+    (
         ("memcpy_all_gather",),
         lambda run: not (run.plan.spec.sharding.states or run.plan.spec.sharding.weights),
         "at --zero-level 0, which gathers no weights",
     ),
-    Idle(("memcpy_send_recv",), lambda run: not run.plan.spec.sharding.all_to_all, "without --all-to-all-reduce"),
-    Idle(("restart_failed",), lambda run: not run.ranks.can_restart, "without --gpus, llmq-launch or --launcher ray"),
-    Idle(
+    (("memcpy_send_recv",), lambda run: not run.plan.spec.sharding.all_to_all, "without --all-to-all-reduce"),
+    (("restart_failed",), lambda run: not run.ranks.can_restart, "without --gpus, llmq-launch or --launcher ray"),
+    (
         ("weight_decay",),
         lambda run: not any(row.trainable and row.decay for row in run.plan.rows),
         "without a matrix or an embedding that is trained",
     ),
-    Idle(
+    (
         ("master_dtype",),
         lambda run: (
             run.plan.spec.precision.master == "none" and not any(r.stored for r in run.plan.rows if r.trainable)
         ),
         "without a block's matrix that is trained",
     ),
-    Idle(
+    (
         ("eval_every_n_steps",),
         lambda run: _has_no_eval(run) and run.samples is None and not _never_evaluates(run),
         NO_EVAL,
     ),
-    Idle(("eval_num_steps", "final_eval"), _has_no_eval, NO_EVAL),
-    Idle(("eval_num_steps", "final_eval"), _never_evaluates, "with --eval-every-n-steps 0"),
-    Idle(("sample_tokens",), lambda run: run.samples is None, "without --sample-prompts"),
+    (("eval_num_steps", "final_eval"), _has_no_eval, NO_EVAL),
+    (("eval_num_steps", "final_eval"), _never_evaluates, "with --eval-every-n-steps 0"),
+    (("sample_tokens",), lambda run: run.samples is None, "without --sample-prompts"),
 )
 
 
 def without_effect(run: Ready, given: Mapping[str, Any]) -> Iterator[str]:
     """A line for each reason for which some of the options `given`, by key, have no effect in this run."""
     left = {key: value for key, value in given.items() if key not in run.fitted}
-    for row in TABLE:
-        if (keys := [key for key in row.keys if key in left]) and row.when(run):
-            yield _line({key: left.pop(key) for key in keys}, row.why)
-
-
-def _line(options: Mapping[str, Any], why: str) -> str:
-    *others, last = (written(key, value) for key, value in options.items())
-    return f"{', '.join(others)} and {last} have no effect {why}" if others else f"{last} has no effect {why}"
+    for keys, is_idle, why in TABLE:
+        if (idle := [key for key in keys if key in left]) and is_idle(run):
+            *others, last = (written(key, left.pop(key)) for key in idle)
+            yield f"{', '.join(others)} and {last} have no effect {why}" if others else f"{last} has no effect {why}"
