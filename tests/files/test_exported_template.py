@@ -11,7 +11,7 @@ from small_tokenizers import save
 from tiny_engines import tiny
 
 import llmq
-from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.chat.template import chosen_templates
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenize import tokenize_data

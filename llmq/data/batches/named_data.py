@@ -23,12 +23,11 @@ import numpy as np
 
 from llmq.data.batches.packing import lay, pack_documents, piece_lengths, with_docs
 from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, RowSource, aim, empty_rows, mixed
-from llmq.data.chat.encode import EncodeOptions, Encoder
-from llmq.data.chat.encoded import Counts, notes
+from llmq.data.chat.encode import Encoder
+from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.chat.template import read_prompt_template
-from llmq.data.rows.file_rows import FileRows
 from llmq.data.rows.find_sources import NAMES, Request, find_anything, parsed_mapping
-from llmq.data.rows.row_files import BadRows
+from llmq.data.rows.row_files import BadRows, FileRows
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
 from llmq.data.tokens.tokenize import Say, cached

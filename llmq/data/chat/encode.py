@@ -17,7 +17,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text as Styled
 
-from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, shortened, trained_runs
+from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, EncodeOptions, shortened, trained_runs
 from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
 from llmq.data.chat.template import MARKER, OWN, RenderError, open_templates
@@ -46,24 +45,6 @@ SAMPLE_TOKENS = 512  # of the sample in the log of a run
 PROBE = Chat([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}])
 
 
-@dataclass(frozen=True)
-class EncodeOptions:
-    """How rows become tokens. None: found from the data and the tokenizer."""
-
-    data_format: str | None = None  # one of formats.FORMATS
-    mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
-    chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
-    train_on: str | None = None  # assistant, all, last, or roles with commas
-    overlong: str = "turns"  # what happens to rows of more than seq_len tokens
-    seq_len: int | None = None  # None: no row is too long
-    prompt_template: str | None = None  # Jinja that writes a row's prompt from its columns
-    preamble: bool = True  # begin Alpaca's prompt with its usual words
-
-    def format_of(self, first: Sequence[Record]) -> Format:
-        """The format of data that begins with the rows `first`; see find_format for the errors."""
-        return find_format(first, self.data_format, self.mapping, self.prompt_template, self.preamble)
-
-
 def open_encoder(
     first: Sequence[Record], tokenizer: TextTokenizer, options: EncodeOptions, now: datetime | None = None
 ) -> Encoder:
@@ -72,35 +53,30 @@ def open_encoder(
     UsageError for options that are wrong or have no effect on this format; DataError if the format or the template
     cannot be found, or the template ends its turns with a marker that is not one token of the tokenizer.
     """
-    if options.overlong not in OVERLONG:
-        raise UsageError(f"--overlong {options.overlong} is not one of {', '.join(OVERLONG)}")
-    form = options.format_of(first)
-    is_chat = form.is_chat or (form.name in PAIRS and options.chat_template is not None)
-    train_on = TrainOn.parse(options.train_on)
-    unused = []
-    if options.chat_template is not None and not is_chat:
-        unused.append(f"--chat-template: {form.name} rows are not chats")
-    if not options.preamble and (form.name != "alpaca" or is_chat or form.template):
-        unused.append("--no-preamble is for prompts of alpaca rows, which these are not")
-    if options.train_on is not None and form.name in ("text", "tokens"):
-        why = "are trained as a whole" if form.name == "text" else "say themselves what is trained, in labels"
-        unused.append(f"--train-on {options.train_on}: {form.name} rows {why}")
-    elif form.name in PAIRS and not is_chat and not (train_on.everything or train_on.roles == {"assistant"}):
-        unused.append(
-            f"--train-on {options.train_on}: {form.name} rows have a prompt and an answer: give assistant or all"
-        )
-    if form.name == "text" and options.overlong == "turns" and options.seq_len is not None:
-        others = ", ".join(name for name in OVERLONG if name != "turns")
-        unused.append(f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}")
-    if unused:
-        raise UsageError("; ".join(unused))
-    return (ChatEncoder if is_chat else Encoder)(form, tokenizer, options, first, now or datetime.now())
+    form, train_on = find_format(first, options), TrainOn.parse(options.train_on)
+    is_pair, is_alpaca = form.name in PAIRS and not form.is_chat, form.name == "alpaca" and not form.is_chat
+    rows, given = f"--train-on {options.train_on}: {form.name} rows", options.train_on is not None
+    others = ", ".join(name for name in OVERLONG if name != "turns")
+    unused = {
+        f"--chat-template: {form.name} rows are not chats": options.chat_template is not None and not form.is_chat,
+        "--no-preamble is for prompts of alpaca rows, which these are not": not options.preamble
+        and (form.template is not None or not is_alpaca),
+        f"{rows} are trained as a whole": given and form.name == "text",
+        f"{rows} say themselves what is trained, in labels": given and form.name == "tokens",
+        f"{rows} have a prompt and an answer: give assistant or all": is_pair
+        and not (train_on.everything or train_on.roles == {"assistant"}),
+        f"--seq-len {options.seq_len}: text rows have no turns and stay whole: give --overlong {others}": (
+            form.name == "text" and options.overlong == "turns" and options.seq_len is not None
+        ),
+    }
+    if wrong := "; ".join(text for text, is_so in unused.items() if is_so):
+        raise UsageError(wrong)
+    return (ChatEncoder if form.is_chat else Encoder)(form, tokenizer, options, first, now or datetime.now())
 
 
 class Encoder:
     """Turns rows into documents. `counts` says what it did so far."""
 
-    is_chat = False
     template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
 
     def __init__(
@@ -236,8 +212,6 @@ class Encoder:
 class ChatEncoder(Encoder):
     """Renders chats by a template, and masks their turns (see masks.py)."""
 
-    is_chat = True
-
     def _begin(self, first: Rows, now: datetime) -> None:
         """Opens the templates, and learns from a small chat, or else the first rows, how they end a turn.
 
@@ -269,18 +243,12 @@ class ChatEncoder(Encoder):
 
     def _probes(self, first: Rows) -> Iterator[tuple[str, int]]:
         """Rendered chats, and where the trained part of their last assistant turn ends."""
-        chats: list[Any] = [PROBE]
-        for record in first:
-            with suppress(BadRow):  # which is reported when the rows are encoded
-                content = self.format.read(record, self.tokenizer.vocab_size)
-                chats.append(content.as_chat() if isinstance(content, Pair) else content)
-        for chat in chats:
-            try:
-                made = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)
-            except RenderError:
-                continue
-            if made[-1].spans:
-                yield made[-1].text, made[-1].spans[-1][1]
+        for record in (None, *first):
+            with suppress(BadRow, RenderError):  # which are reported when the rows are encoded
+                chat: Any = self.format.read(record, self.tokenizer.vocab_size) if record else PROBE
+                last = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)[-1]
+                if last.spans:
+                    yield last.text, last.spans[-1][1]
 
     def _described(self) -> list[str]:
         template = self.templates.default
@@ -296,8 +264,7 @@ class ChatEncoder(Encoder):
             lines.append(f"date in the template: {template.now:%Y-%m-%d %H:%M}")
         return lines
 
-    def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
-        chat = content.as_chat() if isinstance(content, Pair) else content
+    def _texts(self, record: Record, chat: Any) -> tuple[Any, list[str]]:
         template = self.templates.pick(chat.tools)
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
@@ -316,8 +283,7 @@ class ChatEncoder(Encoder):
         if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
             self.counts.spelled += 1
         self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
-        for key in {key for message in chat.messages for key in message} - self._read_keys:
-            self.counts.unread[key] = self.counts.unread.get(key, 0) + 1
+        self.counts.unread.update({key for message in chat.messages for key in message} - self._read_keys)
         return made, [sample.text for sample in made]
 
     def _encodings(self, texts: list[str]) -> Iterator[Any]:

@@ -1,12 +1,28 @@
-"""Documents as tokens, what was encoded in numbers, and the notes on it in words."""
+"""How rows become tokens, documents as tokens, what was encoded in numbers, and the notes on it in words."""
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How rows become tokens. None: found from the data and the tokenizer."""
+
+    data_format: str | None = None  # one of formats.FORMATS
+    mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
+    chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
+    train_on: str | None = None  # assistant, all, last, or roles with commas
+    overlong: str = "turns"  # what happens to rows of more than seq_len tokens
+    seq_len: int | None = None  # None: no row is too long
+    prompt_template: str | None = None  # Jinja that writes a row's prompt from its columns
+    preamble: bool = True  # begin Alpaca's prompt with its usual words
 
 
 @dataclass
@@ -27,19 +43,14 @@ class Counts:
     divided: int = 0  # chats that the template makes several documents of
     divided_into: int = 0  # documents
     masked: int = 0  # turns that are not trained because their messages say so
-    unread: dict[str, int] = field(default_factory=dict)  # keys of messages that no template reads, with their rows
+    unread: Counter[str] = field(default_factory=Counter)  # keys of messages that no template reads, with their rows
     end_tokens: set[int] = field(default_factory=set)  # ids that ended a trained turn or document
 
     def add(self, other: Counts) -> None:
         """Adds what another encoder counted."""
         for name, value in vars(other).items():
-            mine = getattr(self, name)
-            if name == "end_tokens":
-                mine |= value
-            elif name == "unread":
-                mine.update({key: mine.get(key, 0) + count for key, count in value.items()})
-            else:
-                setattr(self, name, max(mine, value) if name == "longest" else mine + value)
+            joined = max if name == "longest" else operator.or_ if name == "end_tokens" else operator.add
+            setattr(self, name, joined(getattr(self, name), value))
 
 
 def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[str]:
@@ -52,7 +63,11 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
             (counts.masked, "turns are not trained, as their messages say"),
             (counts.spelled, "chats have text that spells a special token, which became that token"),
             (counts.unended, "chats have a last turn that the template does not end: the end token was added"),
-            (counts.divided, f"chats became {counts.divided_into:,} documents, {DIVIDED}"),
+            (
+                counts.divided,
+                f"chats became {counts.divided_into:,} documents, as the chat template writes earlier turns "
+                "differently from the last one: each of their turns is trained in a document that ends with it",
+            ),
         )
         if count
     ]
@@ -68,10 +83,6 @@ def notes(counts: Counts, seq_len: int | None, overlong: str, bad: int) -> list[
     return lines
 
 
-DIVIDED = (
-    "as the chat template writes earlier turns differently from the last one: each of their turns is trained in a "
-    "document that ends with it"
-)
 # What is done with rows of more than seq_len tokens, in words. `turns` never trains a part of an answer; text has none,
 # and stays whole.
 OVERLONG = {
@@ -97,20 +108,17 @@ class Encoded(NamedTuple):
 
 def shortened(whole: Encoded, limit: int, overlong: str) -> tuple[list[Encoded], int]:
     """Documents of at most `limit` tokens of one that may have more, and how many of its turns are lost."""
-    num_tokens, lost = len(whole.ids), 0
+    num_tokens, turns = len(whole.ids), whole.turns or ()
     if num_tokens <= limit:
         return [whole], 0
-    match overlong:
-        case "drop":
-            cuts = []
-        case "turns":
-            turns = whole.turns or ()
-            fitting = [min(end, limit) for stop, end in turns if stop <= limit]
-            cuts, lost = [(0, fitting[-1])] if fitting else [], len(turns) - len(fitting)
-        case "truncate":
-            cuts = [(0, limit)]
-        case _:
-            cuts = [(at, at + limit) for at in range(0, num_tokens, limit)]
+    fitting = [min(end, limit) for stop, end in turns if stop <= limit]
+    cuts = {
+        "turns": [(0, fitting[-1])] if fitting else [],
+        "truncate": [(0, limit)],
+        "split": [(at, at + limit) for at in range(0, num_tokens, limit)],
+        "drop": [],
+    }[overlong]
+    lost = len(turns) - len(fitting) if overlong == "turns" else 0
     _, ids, trained, _ = whole
     return [Encoded(whole.place, ids[a:b], None if trained is None else trained[a:b]) for a, b in cuts], lost
 

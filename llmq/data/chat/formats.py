@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.chat.template import Environment, RenderError, prompt_template
-from llmq.data.rows.row_files import BadRow, Record
+from llmq.data.rows.row_files import BadRow, Record, kind_of
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
 
@@ -122,9 +123,10 @@ class Format:
     columns: dict[str, str]  # ours -> theirs, for all columns that a row may have
     seen: frozenset[str]  # ours, of those that the first rows have or --map names
     how: str  # it was found
-    is_chat: bool  # each row is a chat
-    template: Environment | None = None  # writes the prompt from all columns
-    preamble: bool = True  # of Alpaca's prompt
+    has_messages: bool  # in each row
+    is_chat: bool  # each row becomes a chat
+    template: Environment | None  # writes the prompt from all columns
+    preamble: bool  # of Alpaca's prompt
 
     def describe(self) -> str:
         """The format and the mapping in words."""
@@ -140,23 +142,21 @@ class Format:
             return Text(row.filled("text"))
         if self.name == "tokens":
             return _tokens(row, vocab_size)
-        return _chat(row) if self.is_chat else _pair(row)
+        if self.has_messages:
+            return _chat(row)
+        pair = _pair(row)
+        return pair.as_chat() if self.is_chat else pair
 
 
-def find_format(
-    first: Sequence[Record],
-    data_format: str | None = None,
-    mapping: Sequence[tuple[str, str]] = (),
-    prompt: str | None = None,
-    preamble: bool = True,
-) -> Format:
-    """The format of data that begins with the rows `first`, or `data_format` itself with the columns found.
+def find_format(first: Sequence[Record], options: EncodeOptions) -> Format:
+    """The format of data that begins with the rows `first`, or the one asked for with the columns found.
 
-    With `prompt`, a template which writes the prompt, a format of prompts and answers needs the answer alone.
+    With a template that writes the prompt, a format of prompts and answers needs the answer alone.
 
     The first row that has a format decides; a later row of another one is a bad row. UsageError for an unknown format
     or mapping; DataError if there are no rows, or none has the columns of a format.
     """
+    data_format, mapping, prompt = options.data_format, dict(options.mapping), options.prompt_template
     if data_format is not None and data_format not in FORMATS:
         raise UsageError(f"--data-format {data_format} is not one of {', '.join(FORMATS)}")
     names = [data_format] if data_format else list(FORMATS)
@@ -164,7 +164,7 @@ def find_format(
         raise UsageError(f"--prompt-template: {data_format} rows have no prompt: leave one of the two out")
     template = None if prompt is None else prompt_template(prompt)
     known = {column for name in names for part in FORMATS[name] for column in part} | {"role", "content"}
-    if unknown := [ours for ours, _ in mapping if ours not in known]:
+    if unknown := [ours for ours in mapping if ours not in known]:
         raise UsageError(
             f"--map {unknown[0]}=...: {unknown[0]} is not a column of {data_format or 'any format'}; known are "
             f"{', '.join(sorted(known))}"
@@ -172,12 +172,13 @@ def find_format(
     if not first:
         raise DataError("there are no rows: give data with at least one")
     for record in first:
-        if found := _match(record.value, names, dict(mapping), with_prompt=template is None):
+        if found := _match(record.value, names, mapping, with_prompt=template is None):
             name, columns = found
-            seen = {ours for ours, theirs in columns.items() if any(theirs in row.value for row in first)}
-            is_chat = name in CHATS or (name == PAIRS[0] and isinstance(record.value[columns["completion"]], list))
+            seen = mapping.keys() | {ours for ours, its in columns.items() if any(its in row.value for row in first)}
             how = f"as in {record.place}" if data_format is None else "as asked"
-            return Format(name, columns, frozenset(seen.union(dict(mapping))), how, is_chat, template, preamble)
+            has_messages = name in CHATS or (name == PAIRS[0] and isinstance(record.value[columns["completion"]], list))
+            is_chat = has_messages or (name in PAIRS and options.chat_template is not None)
+            return Format(name, columns, frozenset(seen), how, has_messages, is_chat, template, options.preamble)
     there = ", ".join(map(str, first[0].value)) or "none"
     wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0][template is not None :])})" for name in names)
     raise DataError(
@@ -242,7 +243,7 @@ class _Row:
         """A column that holds text, if anything."""
         value = self.get(ours)
         if value is not None and not isinstance(value, str):
-            raise self.bad(f"{self.form.columns[ours]} is {_kind(value)}, not text")
+            raise self.bad(f"{self.form.columns[ours]} is {kind_of(value)}, not text")
         return value
 
     def filled(self, ours: str) -> str:
@@ -256,7 +257,7 @@ class _Row:
 def _pair(row: _Row) -> Pair:
     if row.form.template is not None:
         try:
-            prompt = row.form.template.render(row.value).text
+            prompt = row.form.template.fill(row.value).text
         except RenderError as error:
             raise row.bad(f"the prompt template fails: {error}; the columns are {', '.join(row.value)}") from None
         return Pair(prompt, row.filled(FORMATS[row.form.name][0][1]), prompt)
@@ -286,19 +287,18 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
     for name, values in extra.items():
         if len(values) != len(ids):
             raise row.bad(f"{name} has {len(values)} numbers for {len(ids)} tokens")
-    labels = extra.get("labels")
-    if labels is not None:
-        wrong = (labels != IGNORED) & (labels != ids)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise row.bad(
-                f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels are "
-                "aligned with their tokens, not shifted by one"
-            )
+    labels = extra.get("labels", ids)
+    wrong = (labels != IGNORED) & (labels != ids)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise row.bad(
+            f"label {at} is {labels[at]}, which is neither its token ({ids[at]}) nor {IGNORED}: labels are aligned "
+            "with their tokens, not shifted by one"
+        )
     seen = extra["attention_mask"] != 0 if "attention_mask" in extra else np.ones(len(ids), bool)
     if not seen.any():
         raise row.bad("attention_mask leaves no token")
-    return Tokens(ids[seen].astype(np.int32), None if labels is None else (labels != IGNORED)[seen])
+    return Tokens(ids[seen].astype(np.int32), (labels != IGNORED)[seen] if "labels" in extra else None)
 
 
 def _integers(row: _Row, name: str) -> np.ndarray:
@@ -368,37 +368,33 @@ def _by_turn(row: _Row, messages: list[dict[str, Any]]) -> dict[str, dict[int, A
 
 
 def _messages(row: _Row, column: str) -> list[dict[str, Any]]:
-    """A column's messages with our keys."""
+    """A column's messages with our keys, in their own order; null ones are left out, as transformers does."""
     columns, messages = row.form.columns, row.get(column)
     if not isinstance(messages, list):
-        raise row.bad(f"{columns[column]} is {_kind(messages)}, not a list of messages")
-    role, content = MESSAGE_KEYS[row.form.name]
-    keys = (columns.get("role", role), columns.get("content", content))
-    return [_message(row, number, message, keys) for number, message in enumerate(messages, 1)]
-
-
-def _message(row: _Row, number: int, message: Any, keys: tuple[str, str]) -> dict[str, Any]:
-    """A message with our keys, in its own order; keys whose value is null are left out, as transformers does."""
-    role_key, content_key = keys
-    if not isinstance(message, dict):
-        raise row.bad(f"message {number} is {_kind(message)}, not an object with {role_key} and {content_key}")
-    if not isinstance(message.get(role_key), str):
-        raise row.bad(f"message {number} has no {role_key}: its keys are {', '.join(map(str, message)) or 'none'}")
+        raise row.bad(f"{columns[column]} is {kind_of(messages)}, not a list of messages")
+    role, content = (columns.get(ours, key) for ours, key in zip(_OPENAI, MESSAGE_KEYS[row.form.name], strict=True))
     names = SHAREGPT_ROLES if row.form.name == "sharegpt" else {role: role for role in ROLES}
-    role = names.get(message[role_key])
-    if role is None:
-        raise row.bad(f"message {number} has the unknown role {message[role_key][:40]!r}: known are {', '.join(names)}")
-    renamed = {role_key: "role", content_key: "content"}
-    ours: dict[str, Any] = {str(renamed.get(key, key)): value for key, value in message.items() if value is not None}
-    ours["role"] = role
-    if "content" in ours:
-        ours["content"] = _content(row, number, ours["content"])
-    calls = ours.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise row.bad(f"message {number} has tool_calls that are not a list of objects")
-    if "content" not in ours and not calls:
-        raise row.bad(f"message {number} has neither {content_key} nor tool_calls")
-    return ours
+    found = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise row.bad(f"message {number} is {kind_of(message)}, not an object with {role} and {content}")
+        if not isinstance(message.get(role), str):
+            raise row.bad(f"message {number} has no {role}: its keys are {', '.join(map(str, message)) or 'none'}")
+        if message[role] not in names:
+            known = f"known are {', '.join(names)}"
+            raise row.bad(f"message {number} has the unknown role {message[role][:40]!r}: {known}")
+        renamed = {role: "role", content: "content"}
+        ours: dict[str, Any] = {str(renamed.get(key, key)): it for key, it in message.items() if it is not None}
+        ours["role"] = names[message[role]]
+        if "content" in ours:
+            ours["content"] = _content(row, number, ours["content"])
+        calls = ours.get("tool_calls")
+        if calls is not None and not _is_objects(calls):
+            raise row.bad(f"message {number} has tool_calls that are not a list of objects")
+        if "content" not in ours and not calls:
+            raise row.bad(f"message {number} has neither {content} nor tool_calls")
+        found.append(ours)
+    return found
 
 
 def _content(row: _Row, number: int, content: Any) -> str:
@@ -406,14 +402,18 @@ def _content(row: _Row, number: int, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise row.bad(f"message {number} has content that is {_kind(content)}, not text or a list of parts")
+        raise row.bad(f"message {number} has content that is {kind_of(content)}, not text or a list of parts")
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise row.bad(f"message {number} has a part of type {kind or _kind(part)!r}: only text can be trained")
+            raise row.bad(f"message {number} has a part of type {kind or kind_of(part)!r}: only text can be trained")
         texts.append(part["text"])
     return "".join(texts)
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _tools(row: _Row) -> list[Any] | None:
@@ -424,12 +424,6 @@ def _tools(row: _Row) -> list[Any] | None:
             tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError) as error:
             raise row.bad(f"tools is not JSON ({error})") from None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    if tools is not None and not _is_objects(tools):
         raise row.bad("tools is not a list of objects")
     return tools
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in JSON's words."""
-    kinds = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else kinds.get(type(value), "text" if isinstance(value, str) else "something else")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -224,8 +225,11 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
 
 def _everything(turns: Turns, whole: str) -> Sample:
     """A conversation that is trained from its first to its last character, but for what its messages leave out."""
-    chat, spans, at = turns.chat, [], 0
-    ends = [(end, end) for count in range(len(chat.messages), 0, -1) if (end := _message_end(turns, count, whole))]
+    chat, spans, at, ends = turns.chat, [], 0, []
+    for count in range(1, len(chat.messages) + 1):
+        with suppress(RenderError):  # a conversation that must not end there
+            if whole.startswith(text := turns.render(count).text) and text:  # else the template does not write it so
+                ends.append((len(text), len(text)))
     for turn in sorted(chat.untrained):
         left = turns.standing(whole, turn)
         if left is None:
@@ -238,16 +242,7 @@ def _everything(turns: Turns, whole: str) -> Sample:
             at = stop
     spans = [(start, stop) for start, stop in [*spans, (at, len(whole))] if start < stop]
     unended = len(chat.messages) - 1 not in chat.untrained and not whole.rstrip().endswith(turns.end_tokens)
-    return Sample(whole, tuple(spans), unended, tuple(ends[::-1]))
-
-
-def _message_end(turns: Turns, count: int, whole: str) -> int | None:
-    """Where the first `count` messages end in the text of all; None where the template does not write them so."""
-    try:
-        text = turns.render(count).text
-    except RenderError:  # a conversation that must not end there
-        return None
-    return len(text) if whole.startswith(text) else None
+    return Sample(whole, tuple(spans), unended, tuple(ends))
 
 
 def unwritten(template: ChatTemplate, chat: Chat) -> str:

@@ -76,27 +76,23 @@ class Environment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"it does not end within {MAX_SECONDS:g} s")
         return super().call(__context, __obj, *args, **kwargs)
 
-    def render(self, variables: Mapping[str, Any]) -> Rendering:
+    def fill(self, variables: Mapping[str, Any]) -> Rendering:
         """What the template makes. RenderError if it raises, takes too long, or writes too much."""
+        pieces: list[str] = []
         try:
             with self.lock:
-                return self._rendered(variables)
+                self.deadline, self.written, self.generated = time.monotonic() + MAX_SECONDS, 0, []
+                for piece in self.template.generate(variables):
+                    pieces.append(piece)
+                    self.written += len(piece)
+                    if self.written > MAX_OUTPUT:
+                        raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
+                text, generated = "".join(pieces), self.generated
+            if any(text[start:stop] != content for start, stop, content in generated):
+                raise TemplateError("a generation block stands in a macro or set block, where its place is not known")
         except Exception as error:  # a template can raise anything that Python's operators and methods do
             raise RenderError(_reason(error)) from None
-
-    def _rendered(self, variables: Mapping[str, Any]) -> Rendering:
-        self.deadline = time.monotonic() + MAX_SECONDS
-        self.written, self.generated = 0, []
-        pieces = []
-        for piece in self.template.generate(variables):
-            pieces.append(piece)
-            self.written += len(piece)
-            if self.written > MAX_OUTPUT:
-                raise TemplateError(f"it writes more than {MAX_OUTPUT:,} characters")
-        text = "".join(pieces)
-        if any(text[start:stop] != content for start, stop, content in self.generated):
-            raise TemplateError("a generation block stands in a macro or in a set block, where its place is not known")
-        return Rendering(text, [(start, stop) for start, stop, _ in self.generated])
+        return Rendering(text, [(start, stop) for start, stop, _ in generated])
 
 
 class Generation(Extension):
@@ -133,8 +129,8 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class ChatTemplate:
-    """A compiled template, for any number of threads.
+class ChatTemplate(Environment):
+    """A chat template, for any number of threads.
 
     `origin` says where it is from, `variables` are the special tokens by their names. DataError if it is no template.
     """
@@ -145,13 +141,12 @@ class ChatTemplate:
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
         self.now = now or datetime.now()
         try:
-            self._environment = Environment(source, self.now)
+            super().__init__(source, self.now)
         except TemplateSyntaxError as error:
             said = f"{error.message} (line {error.lineno})"
             raise DataError(f"{origin}: the chat template is not Jinja: {said}") from None
         except Exception as error:  # what Python's own compiler does not take: MemoryError, RecursionError, ...
             raise DataError(f"{origin}: the chat template cannot be compiled ({_reason(error)})") from None
-        self.has_generation = self._environment.has_generation
 
     def render(
         self,
@@ -163,7 +158,7 @@ class ChatTemplate:
         """A conversation's text. RenderError if the template raises, takes too long, or writes too much."""
         variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         written = [_with_reasoning(message) for message in messages]
-        return self._environment.render({**self.variables, "messages": written, **variables})
+        return self.fill({**self.variables, "messages": written, **variables})
 
 
 def _reason(error: Exception) -> str:

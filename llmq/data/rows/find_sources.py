@@ -17,22 +17,27 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from llmq.data.chat.encode import EncodeOptions, Encoder, open_encoder
+from llmq.data.chat.encode import Encoder, open_encoder
+from llmq.data.chat.encoded import EncodeOptions
+from llmq.data.chat.formats import find_format
 from llmq.data.chat.template import chosen_templates
-from llmq.data.rows.file_rows import (
+from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
+from llmq.data.rows.row_files import (
+    COMPRESSIONS,
+    SUFFIXES,
+    BadRow,
     FileRows,
     HeldShare,
     Mixed,
+    Record,
+    RowFile,
     RowSequence,
     Shuffled,
     count_rows,
-    sliced,
     train_test_order,
 )
-from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
-from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, BadRow, Record, RowFile
 from llmq.data.tokens.cache import content_hash, is_whole, key_of
 from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
 from llmq.data.tokens.text import Texts, open_documents, split
@@ -48,6 +53,7 @@ TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = 30.0
 FORMAT = 4  # of what is made; a new one leaves what is in the cache aside
 LOOKED_AT = 32  # rows that the format is found from
+ALL_TRAIN = "all of them are training data"
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,8 @@ def find_anything(asked: str, eval_fraction: float | None, streaming: bool = Fal
     """What `--data` names: a path, folder or glob (see `find_files`), else a data set by name (see `find_set`)."""
     path = Path(asked).expanduser()
     looks_local = asked not in NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path))
-    if path.exists() or asked.startswith((".", "/", "~")) or looks_local:
-        return find_files([str(path)], eval_fraction, streaming)
-    return find_set(asked, eval_fraction, streaming)
+    is_local = path.exists() or asked.startswith((".", "/", "~")) or looks_local
+    return find_files([str(path)], eval_fraction, streaming) if is_local else find_set(asked, eval_fraction, streaming)
 
 
 def _has_data_suffix(path: Path) -> bool:
@@ -149,9 +154,7 @@ def find_set(dataset: str, eval_fraction: float | None = None, streaming: bool =
     """
     if dataset == TINY:
         return replace(_texts([tiny_shakespeare()], eval_fraction), title=dataset, asked=(dataset,))
-    if dataset in NAMED:
-        return _named(dataset, NAMED[dataset], eval_fraction, streaming)
-    return _hub(dataset, eval_fraction, streaming)
+    return (_named if dataset in NAMED else _hub)(dataset, eval_fraction, streaming)
 
 
 def matched(patterns: Iterable[str], problems: list[str], skip: str | None = None) -> list[Path]:
@@ -210,11 +213,8 @@ def find_files(inputs: Sequence[str], eval_fraction: float | None = None, stream
 
 def _data_files(folder: Path) -> list[Path]:
     """Files of rows and text below a folder, without hidden ones; DataError if there are none."""
-    found = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and path.name not in NOT_DATA and _has_data_suffix(path):
-            found.append(path)
+    below = (path for path in sorted(folder.rglob("*")) if "/." not in f"/{path.relative_to(folder).as_posix()}")
+    found = [path for path in below if path.is_file() and path.name not in NOT_DATA and _has_data_suffix(path)]
     if not found:
         suffixes = ", ".join((*SUFFIXES, TEXT_SUFFIX))
         raise DataError(f"{folder} has no data: no file in it ends with {suffixes}, or these with .gz or .zst")
@@ -238,55 +238,49 @@ def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | No
     default = 0.0 if streaming else EVAL_FRACTION
     fraction = Fraction(str(default if eval_fraction is None else eval_fraction))
     if not fraction:
-        return Found("rows", (), train, None, "rows are documents; all of them are training data")
+        return Found("rows", (), train, None, f"rows are documents; {ALL_TRAIN}")
     rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
     ours, theirs = (replace(train, share=HeldShare(fraction, is_held)) for is_held in (False, True))
     return Found("rows", (), ours, theirs, rule, may_lack_evaluation=eval_fraction is None)
 
 
-def _named(name: str, named: NamedSet, eval_fraction: float | None, streaming: bool) -> Found:
+def _named(name: str, eval_fraction: float | None, streaming: bool) -> Found:
     if eval_fraction:
         fix = f"{name} has its own part for evaluation: leave it out, or 0 for none"
         raise UsageError(f"--eval-fraction {eval_fraction:g}: {fix}")
+    named = NAMED[name]
     train: RowSequence
     held: RowSequence | None = None
-    rule, eval_tokens = "all of them are training data", 0
+    rule, eval_tokens = f"the first {named.eval_tokens} tokens are for evaluation", named.eval_tokens
     if named.repo == CLIMB:
-        specs = [HubSpec(CLIMB, "main", f"cluster_id={n}", None, None) for n in range(1, len(CLIMB_WEIGHTS) + 1)]
-        clusters = [open_hub_set(spec, streaming=streaming) for spec in specs]
-        train = Mixed(tuple(FileRows(one.files("train")[1]) for one in clusters), CLIMB_WEIGHTS, SEED)
+        clusters = (HubSpec(CLIMB, config=f"cluster_id={number}") for number in range(1, len(CLIMB_WEIGHTS) + 1))
+        parts = tuple(open_hub_set(spec, streaming=streaming).rows("train") for spec in clusters)
+        train = Mixed(parts, CLIMB_WEIGHTS, SEED)
     else:
         opened = open_hub_set(HubSpec.parse(named.repo), streaming=streaming)
-        train = rows = FileRows(opened.files("train")[1])
+        train = rows = opened.rows("train")
         if named.eval_split:
-            held, rule = (
-                FileRows(opened.files(named.eval_split)[1]),
-                f"those of the split {named.eval_split} are for evaluation",
-            )
+            held, rule = opened.rows(named.eval_split), f"those of the split {named.eval_split} are for evaluation"
         elif named.eval_rows:
             kept, drawn = train_test_order(count_rows(rows.files), named.eval_rows, SEED)
             train, held = Shuffled(rows, kept), Shuffled(rows, drawn)
             rule = f"{named.eval_rows} drawn rows are for evaluation"
     if eval_fraction is not None:
-        held, rule = None, "all of them are training data"
-    elif named.eval_tokens:
-        eval_tokens, rule = named.eval_tokens, f"the first {named.eval_tokens} tokens are for evaluation"
-    rule = f"rows of {named.repo} are documents; {rule}"
+        held, rule, eval_tokens = None, ALL_TRAIN, 0
     known = (named.data_format, named.mapping, eval_tokens, named.limit, named.numbered)
-    return Found(name, (name,), train, held, rule, *known)
+    return Found(name, (name,), train, held, f"rows of {named.repo} are documents; {rule}", *known)
 
 
 def _hub(text: str, eval_fraction: float | None, streaming: bool) -> Found:
     spec = HubSpec.parse(text)
     opened = open_hub_set(spec, streaming=streaming)
-    name, files = opened.files(spec.split)
-    train = sliced(files, spec.borders) if spec.borders else FileRows(files)
-    own = opened.splits.get("validation") if name == "train" else None
-    found = _split_rows(train, FileRows(tuple(own)) if own else None, eval_fraction, streaming)
-    last = opened.repo.rsplit("/", 1)[-1]
-    title = last if opened.config == "default" else f"{last}-{opened.config}"
+    name = opened.chosen(spec.split)
+    own = opened.rows("validation") if name == "train" and "validation" in opened.splits else None
+    found = _split_rows(opened.rows(name, spec.borders), own, eval_fraction, streaming)
+    config = "" if opened.config == "default" else f"-{opened.config}"
+    title = opened.repo.rsplit("/", 1)[-1] + config.replace(os.sep, "-")
     rule = f"{opened.repo} at {opened.commit[:12]}, config {opened.config}, split {name}: {found.rule}"
-    return replace(found, title=title.replace(os.sep, "-"), asked=(text,), rule=rule)
+    return replace(found, title=title, asked=(text,), rule=rule)
 
 
 def tiny_shakespeare() -> Path:
@@ -342,11 +336,10 @@ class Request:
         """The first good rows of the training data; DataError if the data begins with LOOKED_AT bad ones."""
         assert not isinstance(self.found.train, Texts)
         first = [row for _, row in islice(self.found.train.read(), LOOKED_AT)]
-        if not first:
-            raise DataError(f"{self.found.name} has no rows: give data with rows")
-        if isinstance(first[0], BadRow) and all(isinstance(row, BadRow) for row in first):
-            raise first[0]
-        return [row for row in first if isinstance(row, Record)]
+        good = [row for row in first if isinstance(row, Record)]
+        if not good:
+            raise cast(BadRow, first[0]) if first else DataError(f"{self.found.name} has no rows: give data with rows")
+        return good
 
     def encoder(self, now: datetime | None = None) -> Encoder | None:
         """The encoder of rows, with the time `now` for templates (None: the clock's); None for text files."""
@@ -393,7 +386,7 @@ class Request:
         if not self.found.is_rows or whole.is_made:
             return whole
         # text has no turns, of which too many could be in a row
-        return self if self.is_made or self.encode.format_of(self.first_rows).name != "text" else whole
+        return self if self.is_made or find_format(self.first_rows, self.encode).name != "text" else whole
 
 
 def parsed_mapping(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:

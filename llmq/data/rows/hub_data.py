@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
-from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.row_files import FileRows, RowFile, sliced
 from llmq.data.tokens.cache import json_or_none, key_of
 from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError, UsageError
@@ -33,7 +33,7 @@ SPLITS = {
 }
 _BORDER = r"(-?(?:\d{1,2}%|100%|\d+))?"
 _SPEC = re.compile(
-    r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+)(\[" + _BORDER + ":" + _BORDER + r"\])?)?"
+    r"([^:\[\]@]+)(?:@([^:\[\]]+))?(?::([^:\[\]]*))?(?::([^:\[\]]+)(?:\[" + _BORDER + ":" + _BORDER + r"\])?)?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -45,10 +45,10 @@ class HubSpec:
     """NAME[@REVISION][:CONFIG[:SPLIT[SLICE]]], as asked for."""
 
     name: str
-    revision: str
-    config: str | None
-    split: str | None
-    borders: tuple[str, str] | None  # of a slice of it
+    revision: str = "main"
+    config: str | None = None
+    split: str | None = None
+    borders: tuple[str, str] = ("", "")  # of a slice of it
 
     @classmethod
     def parse(cls, text: str) -> HubSpec:
@@ -59,8 +59,8 @@ class HubSpec:
                 f"{text} is neither a path nor a data set of the Hub: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT, the "
                 "last also with a slice: SPLIT[100:200] or SPLIT[-10%:]"
             )
-        name, revision, config, split, brackets, start, stop = found.groups()
-        return cls(name, revision or "main", config or None, split, (start or "", stop or "") if brackets else None)
+        name, revision, config, split, start, stop = found.groups()
+        return cls(name, revision or "main", config or None, split, (start or "", stop or ""))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class HubFile:
     path: str
     size: int
     streaming: bool = False
-    is_here: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -99,6 +98,9 @@ class HubFile:
             yield cast(RowFile, RowFile.of(Path(path), self.name))
 
 
+File = RowFile | HubFile  # one of this machine, or one that has to be fetched
+
+
 @dataclass(frozen=True)
 class HubSet:
     """A config of a data set: the files of its splits."""
@@ -108,8 +110,8 @@ class HubSet:
     config: str
     splits: Mapping[str, Sequence[HubFile]]
 
-    def files(self, split: str | None) -> tuple[str, tuple[HubFile, ...]]:
-        """The files of a split, and its name; without one asked for, of train or of the only one. DataError."""
+    def chosen(self, split: str | None) -> str:
+        """The name of a split; without one asked for, train or the only one. DataError."""
         chosen = split or ("train" if "train" in self.splits else next(iter(self.splits)))
         if chosen not in self.splits or (split is None and "train" not in self.splits and len(self.splits) > 1):
             problem = f"has no split {split}" if split else "has no split train"
@@ -117,7 +119,11 @@ class HubSet:
                 f"{self.repo} (config {self.config}) {problem}, but {', '.join(self.splits)}: "
                 f"give {self.repo}:{self.config}:SPLIT"
             )
-        return chosen, tuple(self.splits[chosen])
+        return chosen
+
+    def rows(self, split: str, borders: tuple[str, str] = ("", "")) -> FileRows:
+        """Those of a split, or of a slice of it."""
+        return sliced(self.splits[self.chosen(split)], borders)
 
 
 def open_hub_set(spec: HubSpec, *, streaming: bool = False) -> HubSet:
@@ -201,29 +207,25 @@ def layout(name: str, files: Mapping[str, int], configs: Sequence[Mapping[str, A
 def _card_splits(config: Mapping[str, Any], files: Mapping[str, int]) -> dict[str, list[str]]:
     """The splits of a config in a card: patterns, or {split, path} objects, below data_dir."""
     folder = str(config.get("data_dir") or "").strip("/")
-    entries = _listed(config.get("data_files") or (["**"] if folder else []))
-    if not all(isinstance(entry, dict) for entry in entries):
+    entries = config.get("data_files") or (["**"] if folder else [])
+    if not (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)):
         return by_split(_matched(entries, folder, files))
     splits: dict[str, list[str]] = {}
     for entry in entries:
-        if matched := _matched(_listed(entry.get("path") or []), folder, files):
+        if matched := _matched(entry.get("path") or [], folder, files):
             splits.setdefault(str(entry.get("split") or "train"), []).extend(matched)
     return splits
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _matched(patterns: Sequence[Any], folder: str, files: Mapping[str, int]) -> list[str]:
-    """Files of rows that the patterns name, sorted within each, as `HfFileSystem.glob` matches them.
+def _matched(patterns: Any, folder: str, files: Mapping[str, int]) -> list[str]:
+    """Files of rows that a pattern or several name, sorted within each, as `HfFileSystem.glob` matches them.
 
     By its rule, but on the listing, which is there offline too.
     """
     from fsspec.utils import glob_translate
 
     found: dict[str, None] = {}
-    for pattern in patterns:
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
         parts = f"{folder}/{pattern}".lstrip("/").split("/")
         # ** crosses folders only by itself, and is * beside other characters, which fsspec refuses
         plain = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in parts)
@@ -244,10 +246,9 @@ def converted_layout(name: str, files: Mapping[str, int]) -> Layout:
         words = path.split("/")
         if len(words) == 3 and path.endswith(".parquet"):
             found.setdefault(words[0], {}).setdefault(words[1], []).append(path)
-    partial_splits = sorted({s for splits in found.values() for s in splits if s.startswith("partial-")})
-    if partial_splits:
+    if cut := sorted({split for splits in found.values() for split in splits if split.startswith("partial-")}):
         raise DataError(
-            f"the Hub has converted only the beginning of {name} to parquet ({', '.join(partial_splits)}), and "
+            f"the Hub has converted only the beginning of {name} to parquet ({', '.join(cut)}), and "
             "loading scripts of data sets are never run: give the whole data as files"
         )
     if not found:

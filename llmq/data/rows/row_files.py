@@ -1,4 +1,5 @@
-"""Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass from any row on.
+"""Files of rows: JSON lines, JSON arrays, CSV and parquet, read in one pass from any row on; and sequences of rows:
+files one after the other, shuffled, or several mixed. All of these are streams (see llmq/data/stream.py).
 
 Memory is bounded, except that an array is held whole. Compressed files are decompressed as they are read.
 
@@ -12,16 +13,24 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import numpy as np
+
+from llmq.data.stream import START, Position, Stream
 from llmq.data.tokens.cache import content_hash
-from llmq.errors import DataError
+from llmq.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from llmq.data.rows.hub_data import File
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
@@ -34,6 +43,7 @@ PARQUET_ROWS = 256  # in memory at once; fewer where they are long:
 PARQUET_BYTES = 1 << 25  # by the mean of their row group
 # What pyarrow raises for a damaged file, and for a date or number that Python cannot hold.
 DAMAGES = (ValueError, KeyError, NotImplementedError, RuntimeError, MemoryError, OverflowError, TypeError)
+DRAWN_AT_ONCE = 1000  # choices of the source of a row, as Hugging Face's datasets draws them
 Line = TypeVar("Line", bytes, str)
 
 
@@ -86,7 +96,6 @@ class RowFile:
     name: str
     kind: str
     delimiter: str = ","
-    is_here: ClassVar[bool] = True
 
     @classmethod
     def of(cls, path: Path, name: str | None = None) -> RowFile | None:
@@ -96,10 +105,6 @@ class RowFile:
         if kind is None or (kind == "parquet" and plain != path):
             return None
         return cls(path, name or str(path), kind, "\t" if plain.suffix.lower() == ".tsv" else ",")
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def fetched(self) -> AbstractContextManager[RowFile]:
         """Itself: it is on this machine."""
@@ -180,9 +185,14 @@ def _json_row(place: str, line: bytes) -> Row:
 
 def _object(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        kind = {list: "an array", str: "text", bool: "true or false", type(None): "null"}.get(type(value), "a number")
-        return BadRow(place, f"{kind}, where a row is an object with fields")
+        return BadRow(place, f"{kind_of(value)}, where a row is an object with fields")
     return Record(place, value) if value else BadRow(place, "the row is empty")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    kinds = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number", str: "text"}
+    return "null" if value is None else kinds.get(type(value), "something else")
 
 
 def _json_array(file: RowFile, start: int) -> Iterator[Located]:
@@ -268,14 +278,156 @@ def _parquet_row(place: str, batch: Any, offset: int) -> Row:
         value = {name: batch.column(i)[offset].as_py() for i, name in enumerate(batch.schema.names)}
     except DAMAGES as error:
         return BadRow(place, f"a value that cannot be read ({_said(error)})")
-    return (
-        Record(place, value)
-        if any(field is not None for field in value.values())
-        else BadRow(place, "the row is empty")
-    )
+    is_empty = all(field is None for field in value.values())
+    return BadRow(place, "the row is empty") if is_empty else Record(place, value)
 
 
 # The rows of a file of each kind, at least those from `start` on.
 _FINDERS: dict[str, Callable[[RowFile, int], Iterator[Located]]] = {
     "jsonl": _json_lines, "json": _json_array, "csv": _csv, "parquet": _parquet,
 }  # fmt: skip
+
+
+class RowSequence(Stream[Row], Protocol):
+    """Rows in an order of their own."""
+
+    def identity(self) -> Any:
+        """What the rows depend on, as JSON; reads files of this machine whole."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldShare:
+    """Part of the rows: floor(n * fraction) of n are held out, spread evenly; `held` says which side is meant."""
+
+    fraction: Fraction
+    held: bool
+
+    def has(self, index: int) -> bool:
+        """Whether the row with this number (from 0) belongs to the share."""
+        ours = (index + 1) * self.fraction.numerator // self.fraction.denominator
+        return (ours > index * self.fraction.numerator // self.fraction.denominator) == self.held
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows [start, stop) of all of `files`, or a share of them. A position is (file, row in it, row of all)."""
+
+    files: tuple[File, ...]
+    start: int = 0
+    stop: int | None = None
+    share: HeldShare | None = None
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        first, row, before = position or (0, 0, 0)
+        before -= row  # rows of the files before this one
+        for number in range(first, len(self.files)):
+            if self.stop is not None and before >= self.stop:
+                return
+            with self.files[number].fetched() as file:
+                at = None
+                for at, read in file.rows(max(row, self.start - before)):
+                    overall = before + at
+                    if self.stop is not None and overall >= self.stop:
+                        return
+                    if self.share is None or self.share.has(overall - self.start):
+                        yield (number, at + 1, overall + 1), read()
+                before += file.num_rows() if at is None else at + 1
+            row = 0
+
+    def identity(self) -> Any:
+        share = [str(self.share.fraction), self.share.held] if self.share else None
+        return {"files": [f.identity() for f in self.files], "start": self.start, "stop": self.stop, "share": share}
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """Rows of a small set in the order `order`, which counts from 0: all of them are held in memory."""
+
+    rows: RowSequence
+    order: tuple[int, ...]
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        (first,) = position or (0,)
+        everything = [row for _, row in self.rows.read()]
+        for number in range(first, len(self.order)):
+            yield (number + 1,), everything[self.order[number]]
+
+    def identity(self) -> Any:
+        return {"rows": self.rows.identity(), "order": list(self.order)}
+
+
+def train_test_order(num_rows: int, num_test: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which rows train and which test, as `train_test_split` of Hugging Face's datasets draws them."""
+    order = np.random.default_rng(seed).permutation(num_rows).tolist()
+    return tuple(order[num_test:]), tuple(order[:num_test])
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Rows of several sequences, each row drawn from one of them by its weight, until all have ended once.
+
+    The draws are those of `interleave_datasets(..., stopping_strategy="all_exhausted")` in Hugging Face's datasets: a
+    sequence that has ended starts over. A position is the number of draws, and for each sequence whether it has ended
+    and its position.
+    """
+
+    parts: tuple[RowSequence, ...]
+    weights: tuple[float, ...]
+    seed: int
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        drawn, ended, places = position or (0, [False] * len(self.parts), [START] * len(self.parts))
+        ended, places = list(ended), list(places)
+        readers = [part.read(place) for part, place in zip(self.parts, places, strict=True)]
+        ahead = [next(reader, None) for reader in readers]
+        if None in ahead:
+            raise DataError(f"part {ahead.index(None) + 1} of the data set has no rows: take it out of the mixture")
+        for source in self._draws(drawn):
+            if all(ended):
+                return
+            drawn += 1
+            places[source], row = cast(tuple[Position, Row], ahead[source])
+            ahead[source] = next(readers[source], None)
+            if ahead[source] is None:
+                ended[source], places[source] = True, START
+                readers[source] = self.parts[source].read()
+                ahead[source] = next(readers[source])
+            yield (drawn, tuple(ended), tuple(places)), row
+
+    def identity(self) -> Any:
+        return {"parts": [part.identity() for part in self.parts], "weights": list(self.weights), "seed": self.seed}
+
+    def _draws(self, skipped: int) -> Iterator[int]:
+        draw = np.random.default_rng(self.seed)
+        weights = np.array(self.weights) / sum(self.weights)
+        while True:
+            block = draw.choice(len(self.parts), size=DRAWN_AT_ONCE, p=weights).tolist()
+            yield from block[skipped:]
+            skipped = max(skipped - DRAWN_AT_ONCE, 0)
+
+
+def sliced(files: Sequence[File], borders: tuple[str, str]) -> FileRows:
+    """The rows of `files` between borders, which count from the end where they are negative.
+
+    The rows are counted if the borders need it; percents go to the nearest row. UsageError if there are none.
+    """
+    needs_count = any("%" in border or "-" in border for border in borders)
+    count = count_rows(files) if needs_count else sys.maxsize
+    start, stop = (
+        round(int(border[:-1]) * count / 100) if border.endswith("%") else int(border) if border else None
+        for border in borders
+    )
+    first, end, _ = slice(start, stop).indices(count)
+    if end <= first:
+        raise UsageError(f"the slice [{':'.join(borders)}] has no rows: its end must be after its start")
+    return FileRows(tuple(files), first, end if stop is not None else None)
+
+
+def count_rows(files: Sequence[File]) -> int:
+    """How many rows there are in all, which fetches every file."""
+    total = 0
+    for file in files:
+        with file.fetched() as local:
+            total += local.num_rows()
+    return total

@@ -30,8 +30,7 @@ import numpy as np
 
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts
-from llmq.data.rows.file_rows import RowSequence
-from llmq.data.rows.row_files import BadRow, BadRows, Record, Row
+from llmq.data.rows.row_files import BadRow, BadRows, Record, Row, RowSequence
 from llmq.data.stream import START, Position, ReadAhead
 from llmq.data.tokens.cache import FinishedPart, Manifest, StreamProgress
 from llmq.data.tokens.text import Document, pieces

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmq.data.chat.encode import EncodeOptions, Encoder, show
-from llmq.data.chat.encoded import Counts, Encoded, notes
+from llmq.data.chat.encode import Encoder, show
+from llmq.data.chat.encoded import Counts, Encoded, EncodeOptions, notes
 from llmq.data.rows.find_sources import Request, find_files, find_set
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked

@@ -17,10 +17,9 @@ from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.named_data import StreamedRows, open_stream
 from llmq.data.batches.packing import piece_lengths
 from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
-from llmq.data.chat.encode import EncodeOptions
-from llmq.data.rows.file_rows import FileRows, HeldShare
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import Found, Request
-from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.row_files import FileRows, HeldShare, RowFile
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import RowTokens
 from llmq.data.tokens.tokenizer import TextTokenizer

@@ -17,8 +17,8 @@ from rich.console import Console
 from small_tokenizers import save
 from tokenizers import AddedToken, processors
 
-from llmq.data.chat.encode import MOST, STYLES, EncodeOptions, Encoder, open_encoder, show
-from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, notes
+from llmq.data.chat.encode import MOST, STYLES, Encoder, open_encoder, show
+from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, EncodeOptions, notes
 from llmq.data.chat.formats import PREAMBLES
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -520,7 +520,6 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
             {"seq_len": 9},
             "--seq-len 9: text rows have no turns and stay whole: give --overlong truncate",
         ),
-        ({"messages": ONE}, {"overlong": "wrap"}, "--overlong wrap is not one of turns, truncate, split, drop"),
         ({"messages": ONE}, {"data_format": "chat"}, "--data-format chat is not one of"),
     ],
 )

@@ -6,7 +6,8 @@ import click
 import numpy as np
 import pytest
 
-from llmq.data.chat.formats import FORMATS, PREAMBLES, Chat, Pair, Text, Tokens, find_format
+from llmq.data.chat.encoded import EncodeOptions
+from llmq.data.chat.formats import FORMATS, PREAMBLES, Chat, Format, Pair, Text, Tokens, find_format
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 
@@ -20,9 +21,14 @@ def record(row: dict, number: int = 1) -> Record:
     return Record(f"rows.jsonl:{number}", row)
 
 
-def read(row: dict, data_format: str | None = None, mapping: tuple = (), first: dict | None = None):
+def found(*rows: dict, **options) -> Format:
+    """The format of data that begins with these rows."""
+    return find_format([record(row, number) for number, row in enumerate(rows, 1)], EncodeOptions(**options))
+
+
+def read(row: dict, first: dict | None = None, **options):
     """The content of a row, in the format of `first` (or of itself)."""
-    return find_format([record(first or row)], data_format, mapping).read(record(row, 2), VOCABULARY)
+    return found(first or row, **options).read(record(row, 2), VOCABULARY)
 
 
 def alpaca(opening: str, given: str = "", system: str | None = None) -> Pair:
@@ -63,9 +69,7 @@ def alpaca(opening: str, given: str = "", system: str | None = None) -> Pair:
     ],
 )  # fmt: skip
 def test_the_format_is_read_off_the_columns(row, name, content):
-    form = find_format([record(row)])
-    assert form.name == name
-    assert form.read(record(row), VOCABULARY) == content
+    assert found(row).name == name and read(row) == content
 
 
 @pytest.mark.parametrize(
@@ -114,8 +118,8 @@ def test_a_message_says_whether_it_is_trained(key, values):
 def test_a_row_says_of_all_its_messages_or_the_assistants_whether_they_are_trained(row, mapping, untrained):
     messages = {"messages": [ASK, TELL, ASK, TELL]}
     for first in (None, messages):
-        found = read({**messages, **row}, mapping=mapping, first=first and {**first, **row})
-        assert found == Chat([ASK, TELL, ASK, TELL], None, frozenset(untrained))
+        chat = read({**messages, **row}, mapping=mapping, first=first and {**first, **row})
+        assert chat == Chat([ASK, TELL, ASK, TELL], None, frozenset(untrained))
 
 
 def test_columns_and_keys_can_have_other_names():
@@ -128,11 +132,10 @@ def test_columns_and_keys_can_have_other_names():
 
 def test_a_format_can_be_chosen_and_says_its_mapping():
     row = {"messages": [ASK, TELL], "text": "c", "body": "d"}
-    assert read(row, "text") == Text("c")
-    form = find_format([record(row)], "text", (("text", "body"),))
-    assert form.read(record(row), VOCABULARY) == Text("d")
-    assert form.describe() == "text (as asked), columns text = body"
-    assert find_format([record({}), record(row, 2)]).describe() == "messages (as in rows.jsonl:2), columns messages"
+    assert read(row, data_format="text") == Text("c")
+    asked = {"data_format": "text", "mapping": (("text", "body"),)}
+    assert read(row, **asked) == Text("d") and found(row, **asked).describe() == "text (as asked), columns text = body"
+    assert found({}, row).describe() == "messages (as in rows.jsonl:2), columns messages"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,7 @@ def test_a_column_that_only_later_rows_have_is_read_and_named_if_it_is_among_the
     (ours, theirs), *_ = mapping or [(next(iter(later)),) * 2]
     named = ours if ours == theirs else f"{ours} = {theirs}"
     for rows, is_named in (([first], bool(mapping)), ([first, row], True)):
-        described = find_format([record(row) for row in rows], mapping=mapping).describe()
+        described = found(*rows, mapping=mapping).describe()
         assert (named in described.split("columns ")[1].split(", ")) == is_named
 
 
@@ -184,36 +187,34 @@ def test_tokens_are_taken_as_they_are():
 )  # fmt: skip
 def test_a_format_that_cannot_be_found_is_an_error(data_format, mapping, rows, error, says):
     with pytest.raises(error, match=says):
-        find_format([record(row, number) for number, row in enumerate(rows, 1)], data_format, mapping)
+        found(*rows, data_format=data_format, mapping=mapping)
 
 
 def test_a_prompt_template_writes_the_prompt_from_all_columns():
     row = {"title": "Tides", "year": 1912, "note": None, "response": "b"}
 
     def prompt(source, **more):
-        form = find_format([record({**row, **more})], prompt=source)
-        return form.read(record({**row, **more}), VOCABULARY)
+        return read({**row, **more}, prompt_template=source)
 
     assert prompt("{{ title }} ({{ year }}){{ note }}\n") == Pair("Tides (1912)", "b", "Tides (1912)")
     assert prompt("Q: {{ title }}\nA:\n\n", instruction="c") == Pair("Q: Tides\nA:\n", "b", "Q: Tides\nA:\n")
     assert prompt("{% if absent is defined %}x{% endif %}") == Pair("", "b", "")
     with pytest.raises(
-        BadRow, match="the prompt template fails: UndefinedError: 'titel' is undefined; the columns are title, year"
+        BadRow, match="template fails: UndefinedError: 'titel' is undefined; the columns are title, year"
     ):
         prompt("{{ titel }}")
     with pytest.raises(UsageError, match=r"--prompt-template is not Jinja: .* \(line 1\)"):
         prompt("{{ title")
     with pytest.raises(DataError, match=r"no format: prompt-completion \(completion\); alpaca \(output\); question"):
-        find_format([record({"title": "a"})], prompt="{{ title }}")
+        found({"title": "a"}, prompt_template="{{ title }}")
     with pytest.raises(UsageError, match="--prompt-template: text rows have no prompt"):
-        find_format([record({"text": "a"})], "text", prompt="{{ text }}")
-    assert "the prompt written by --prompt-template" in find_format([record(row)], prompt="x").describe()
+        found({"text": "a"}, data_format="text", prompt_template="{{ text }}")
+    assert "the prompt written by --prompt-template" in found(row, prompt_template="x").describe()
 
 
 def test_alpacas_preamble_can_be_left_out():
     row = {"instruction": "a", "output": "b"}
-    form = find_format([record(row)], preamble=False)
-    assert form.read(record(row), VOCABULARY) == Pair("### Instruction:\na\n\n### Response:\n", "b", "a")
+    assert read(row, preamble=False) == Pair("### Instruction:\na\n\n### Response:\n", "b", "a")
 
 
 CHAT, PAIR, TEXT, IDS = {"messages": [ASK, TELL]}, {"question": "a", "answer": "b"}, {"text": "a"}, {"input_ids": [1]}
@@ -285,7 +286,7 @@ def test_every_format_is_among_the_tests():
     """FORMATS is what users can name: each name is found from a row with just its columns."""
     rows = {name: dict.fromkeys(needed, "a") for name, (needed, _) in FORMATS.items()}
     rows |= {"messages": CHAT, "sharegpt": {"conversations": [HUMAN, GPT]}, "tokens": IDS}
-    assert [find_format([record(row)]).name for row in rows.values()] == list(rows)
+    assert [found(row).name for row in rows.values()] == list(rows)
 
 
 def test_both_commands_name_every_format() -> None:

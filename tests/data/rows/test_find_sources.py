@@ -119,7 +119,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
 
 
 def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
-    from llmq.data.chat.encode import EncodeOptions
+    from llmq.data.chat.encoded import EncodeOptions
 
     found = Found("x", ("x",), Texts(()), None, "", data_format="text", mapping=(("text", "body"),))
     assert found.known(EncodeOptions()) == EncodeOptions("text", (("text", "body"),))

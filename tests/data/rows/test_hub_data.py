@@ -199,7 +199,7 @@ def test_a_spec_in_parts() -> None:
     assert (spec.name, spec.config, spec.split, spec.revision) == ("wikitext", "wikitext-2-raw-v1", "train", "main")
     assert spec.borders == ("", "10%")
     spec = HubSpec.parse("org/name@refs/pr/1::test")
-    assert spec == HubSpec("org/name", "refs/pr/1", None, "test", None)
+    assert spec == HubSpec("org/name", "refs/pr/1", split="test")
     for text in ("a:b:c:d", "a[1:2]", "", ":b", "a:b:", "a:b:[1:2]", "a:b:c[1]"):
         with pytest.raises(UsageError):
             HubSpec.parse(text)

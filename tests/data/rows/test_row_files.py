@@ -111,7 +111,7 @@ JSONL, CSV = (b'{"a": "1"}\n', b'\n{"a": "2"}\n'), (b"a,b\n1,\n", b"\n2,\n")
         (JSONL, b"{}", "the row is empty"),
         (JSONL, b'{"text": "a"', "not JSON (Expecting ',' delimiter at character 13)"),
         (JSONL, b'{"text": caf\xe9}', "not UTF-8: byte 12 of the row is 0xe9"),
-        (JSONL, b"[1]", "an array, where a row is an object"),
+        (JSONL, b"[1]", "a list, where a row is an object"),
         (JSONL, b"3", "a number, where"),
         (JSONL, b"null", "null, where"),
         (JSONL, b'"x"', "text, where"),

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmq.data.rows.file_rows import FileRows, HeldShare, Mixed, Shuffled, sliced, train_test_order
 from llmq.data.rows.hub_data import HubSpec
-from llmq.data.rows.row_files import Record, RowFile
+from llmq.data.rows.row_files import FileRows, HeldShare, Mixed, Record, RowFile, Shuffled, sliced, train_test_order
 from llmq.data.stream import START, Position
 from llmq.errors import DataError, UsageError
 
@@ -74,7 +73,7 @@ def test_files_go_on_from_every_position(tmp_path_factory, counts, start, length
     rows = FileRows(files_of(tmp_path_factory.mktemp("files"), counts), start, stop, share)
     every = list(range(sum(counts)))[start:stop]
     wanted = [n for n in every if share is None or share.has(n - start)]
-    assert numbers(rows) == wanted and rows.about() == len(wanted)
+    assert numbers(rows) == wanted
     for count, (position, _) in enumerate(list(rows.read()), 1):
         assert numbers(rows, position) == wanted[count:]
 
@@ -126,8 +125,7 @@ def test_slices_are_those_of_datasets(tmp_path: Path, text: str, wanted: tuple[i
     """Percents go to the nearest row, as `load_dataset(..., split=text)` has it."""
     spec, files = HubSpec.parse(f"org/name::{text}"), files_of(tmp_path, [10, 7])
     assert spec.split == "train"
-    rows = sliced(files, spec.borders) if spec.borders else FileRows(files)
-    assert numbers(rows) == list(range(*wanted))
+    assert numbers(sliced(files, spec.borders)) == list(range(*wanted))
 
 
 @pytest.mark.parametrize(
@@ -141,13 +139,6 @@ def test_what_is_no_slice(text: str) -> None:
 def test_a_slice_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"\[5:5\] has no rows"):
         sliced(files_of(tmp_path, [9]), ("5", "5"))
-
-
-def test_about_how_many_rows_there_are_is_told_by_the_first_file_to_fetch(tmp_path: Path, monkeypatch) -> None:
-    rows, fetches, fetched = FileRows(files_of(tmp_path, [400, 200, 300])), [], RowFile.fetched
-    monkeypatch.setattr(RowFile, "is_here", False)
-    monkeypatch.setattr(RowFile, "fetched", lambda file: fetches.append(file.name) or fetched(file))
-    assert rows.about() == pytest.approx(900, rel=0.05) and fetches == [rows.files[0].name]
 
 
 def test_what_is_not_there_yet_decides_nothing(tmp_path: Path) -> None:

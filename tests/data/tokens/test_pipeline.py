@@ -17,9 +17,9 @@ import pytest
 from small_tokenizers import EOS, byte_level, save
 from tokenizers import processors
 
-from llmq.data.chat.encode import EncodeOptions, open_encoder
-from llmq.data.rows.file_rows import FileRows
-from llmq.data.rows.row_files import Record, RowFile
+from llmq.data.chat.encode import open_encoder
+from llmq.data.chat.encoded import EncodeOptions
+from llmq.data.rows.row_files import FileRows, Record, RowFile
 from llmq.data.stream import Position
 from llmq.data.tokens import pipeline
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized

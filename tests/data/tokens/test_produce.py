@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from token_files import verified
 
-from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows import find_sources
 from llmq.data.rows.find_sources import Found, Request, find_files
 from llmq.data.rows.row_files import Record
@@ -240,7 +240,7 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
 def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: Path) -> None:
     driver = """
 import sys
-from llmq.data.chat.encode import EncodeOptions
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import find_files
 from llmq.data.tokens.tokenize import Request, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
