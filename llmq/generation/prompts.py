@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from llmq.adapters.virtual_tokens import VIRTUAL
-from llmq.data.chat.template import ChatTemplate, RenderError, open_templates
+from llmq.data.chat.template import ChatTemplate, RenderError, open_template
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.generate import Drawn
 from llmq.errors import DataError, UsageError
@@ -131,7 +131,7 @@ class PromptReader:
         encoder = self._open()
         assert self._tokenizer is not None
         if self._template is None:
-            self._template = open_templates(self._tokenizer.folder, self._wanted).default
+            self._template = open_template(self._tokenizer.folder, self._wanted)
         try:
             text = self._template.render(messages, add_generation_prompt=True).text
         except RenderError as error:

@@ -11,7 +11,7 @@ from llmq.adapters.resolve import merges
 from llmq.data.batches.loader import Data
 from llmq.data.batches.named_data import NamedData
 from llmq.data.batches.rows import RowSource
-from llmq.data.chat.template import OWN, open_templates
+from llmq.data.chat.template import OWN, open_template
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import Export, open_export
@@ -86,7 +86,7 @@ def exported_templates(train: RowSource, tokenizer_folder: Path | None, say: Say
         say(f"The training data is of {len(ranked)} chat templates: {named}. The exported model has the first of them")
     own = None
     with suppress(DataError):  # the tokenizer has no templates, or none by default
-        own = open_templates(tokenizer_folder, OWN).note
+        own = open_template(tokenizer_folder, OWN).note
     if own is not None and own.sources() == chosen.sources():
         return None
     if len(ranked) == 1:

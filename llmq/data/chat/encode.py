@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text as Styled
 
-from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, EncodeOptions, shortened, trained_runs
-from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.encoded import OVERLONG, Counts, Encoded, EncodeOptions, shortened
+from llmq.data.chat.formats import KNOWN_KEYS, PAIRS, Chat, Format, Pair, find_format
 from llmq.data.chat.masks import Sample, TrainOn, samples, trained_tokens, turn_ends, unwritten
-from llmq.data.chat.template import MARKER, OWN, RenderError, open_templates
+from llmq.data.chat.template import MARKER, OWN, RenderError, open_template
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.data.tokens.text import pieces_of
 from llmq.data.tokens.token_file import TokenFile
@@ -37,7 +38,6 @@ from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
 
 ENCODED_AT_ONCE = 1 << 20  # characters
-Rows = Sequence[Record]  # the first ones
 LONGEST_END = 200  # characters of an end token and the white space after it
 STYLES = {True: "black on green3", False: "default on grey15"}  # by whether it is trained
 MOST = 2000  # tokens shown of a document
@@ -80,7 +80,7 @@ class Encoder:
     template_note: TemplateNote | None = None  # of the chat template, for the sidecar of what is made
 
     def __init__(
-        self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, first: Rows, now: datetime
+        self, form: Format, tokenizer: TextTokenizer, options: EncodeOptions, first: Sequence[Record], now: datetime
     ) -> None:
         self.format, self.tokenizer, self.options = form, tokenizer, options
         self.train_on, self.counts = TrainOn.parse(options.train_on), Counts()
@@ -89,7 +89,7 @@ class Encoder:
         self.own_ends = set() if form.name == "tokens" else {tokenizer.eos_token_id}
         self._begin(first, now)
 
-    def _begin(self, first: Rows, now: datetime) -> None:
+    def _begin(self, first: Sequence[Record], now: datetime) -> None:
         """What else is made of the first rows."""
 
     def copied(self) -> Encoder:
@@ -105,7 +105,7 @@ class Encoder:
 
     def describe(self) -> str:
         """Format, mapping, template and mask in words, a line each."""
-        lines = [f"format: {self.format.describe()}", *self._described()]
+        lines = [f"format: {self.format.words}", *self._described()]
         if self.options.seq_len is not None:
             lines.append(f"rows of more than {self.options.seq_len:,} tokens {OVERLONG[self.options.overlong]}")
         return "\n".join(lines)
@@ -176,8 +176,8 @@ class Encoder:
     def _texts(self, record: Record, content: Any) -> tuple[Any, list[str]]:
         """A row's content as `_documents` takes it, and its texts to be tokenized; BadRow for one that cannot be."""
         match content:
-            case Text(text):
-                return content, pieces_of(text) if self.tokenizer.in_pieces else [text]
+            case str():
+                return content, pieces_of(content) if self.tokenizer.in_pieces else [content]
             case Pair(prompt, answer):
                 return content, [prompt, answer]
         return content, []
@@ -193,13 +193,13 @@ class Encoder:
                 start, characters = stop, 0
 
     def _documents(self, place: str, content: Any, encodings: list[Any]) -> list[Encoded]:
-        if isinstance(content, Tokens):
+        if isinstance(content, Encoded):
             if content.ids[-1] == self.tokenizer.eos_token_id and (content.trained is None or content.trained[-1]):
                 self.counts.end_tokens.add(self.tokenizer.eos_token_id)
-            return [Encoded(place, content.ids, content.trained, trained_runs(content.trained))]
+            return [content]
         begin, end = (np.array(ids, np.int32) for ids in (self.tokenizer.begin_ids, [self.tokenizer.eos_token_id]))
         ids = np.concatenate([begin, *encodings, end])
-        if isinstance(content, Text):
+        if isinstance(content, str):
             return [Encoded(place, ids, None)]
         whole = [(len(ids), len(ids))]
         if self.train_on.everything:
@@ -212,14 +212,14 @@ class Encoder:
 class ChatEncoder(Encoder):
     """Renders chats by a template, and masks their turns (see masks.py)."""
 
-    def _begin(self, first: Rows, now: datetime) -> None:
+    def _begin(self, first: Sequence[Record], now: datetime) -> None:
         """Opens the templates, and learns from a small chat, or else the first rows, how they end a turn.
 
         DataError if they do so with a marker that is not one token.
         """
-        self.templates = open_templates(self.tokenizer.folder, self.options.chat_template, now)
-        self.template_note = self.templates.note
-        self._read_keys = KNOWN_KEYS | self.templates.words
+        self.template = open_template(self.tokenizer.folder, self.options.chat_template, now)
+        self.template_note = self.template.note
+        self._read_keys = KNOWN_KEYS | self.template.words
         # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
         # is to trim white space off the offsets, on which masks depend.
         self.encoder = copy.deepcopy(self.tokenizer.encoder)
@@ -236,22 +236,22 @@ class ChatEncoder(Encoder):
         elif (marker := MARKER.findall(tail)) and tail.endswith(marker[-1]):
             tokens = self.encoder.encode(marker[-1], add_special_tokens=False).tokens
             raise DataError(
-                f"{self.templates.default.origin}: the template ends a turn with {marker[-1]}, which is {len(tokens)} "
+                f"{self.template.origin}: the template ends a turn with {marker[-1]}, which is {len(tokens)} "
                 f"tokens ({' '.join(tokens)}) of {self.tokenizer.folder}: add it there as a special token, or use "
                 "another template (--chat-template)"
             )
 
-    def _probes(self, first: Rows) -> Iterator[tuple[str, int]]:
+    def _probes(self, first: Sequence[Record]) -> Iterator[tuple[str, int]]:
         """Rendered chats, and where the trained part of their last assistant turn ends."""
         for record in (None, *first):
             with suppress(BadRow, RenderError):  # which are reported when the rows are encoded
                 chat: Any = self.format.read(record, self.tokenizer.vocab_size) if record else PROBE
-                last = samples(self.templates.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)[-1]
+                last = samples(self.template.pick(chat.tools), chat, TrainOn(only_last=True), self.end_tokens)[-1]
                 if last.spans:
                     yield last.text, last.spans[-1][1]
 
     def _described(self) -> list[str]:
-        template = self.templates.default
+        template = self.template
         how = ", by its generation blocks" if template.has_generation else ", found by rendering each turn's prompt"
         how = "" if self.train_on.everything else how
         ends = [str(self.encoder.id_to_token(number)) for number in self.end_token_ids]
@@ -265,7 +265,7 @@ class ChatEncoder(Encoder):
         return lines
 
     def _texts(self, record: Record, chat: Any) -> tuple[Any, list[str]]:
-        template = self.templates.pick(chat.tools)
+        template = self.template.pick(chat.tools)
         try:
             made = samples(template, chat, self.train_on, self.end_tokens)
             lost = unwritten(template, chat)
@@ -308,7 +308,7 @@ class ChatEncoder(Encoder):
 
     def _note_ends(self, sample: Sample) -> None:
         """Adds the special tokens that end what is trained, but for white space after them, to the end tokens."""
-        for (_, stop), following in zip(sample.spans, [*(start for start, _ in sample.spans[1:]), -1], strict=False):
+        for (_, stop), (following, _) in pairwise([*sample.spans, (-1, -1)]):
             tail = sample.text[max(stop - LONGEST_END, 0) : stop].rstrip()
             token = next((token for token in self.end_tokens if tail.endswith(token)), None)
             if token is not None and following != stop and (number := self.encoder.token_to_id(token)) is not None:

@@ -17,7 +17,7 @@ class EncodeOptions:
 
     data_format: str | None = None  # one of formats.FORMATS
     mapping: tuple[tuple[str, str], ...] = ()  # our name of a column, the data's
-    chat_template: str | None = None  # see template.open_templates; for prompts and answers: makes them chats
+    chat_template: str | None = None  # see template.open_template; for prompts and answers: makes them chats
     train_on: str | None = None  # assistant, all, last, or roles with commas
     overlong: str = "turns"  # what happens to rows of more than seq_len tokens
     seq_len: int | None = None  # None: no row is too long

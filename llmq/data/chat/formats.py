@@ -15,18 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from llmq.data.chat.encoded import EncodeOptions
+from llmq.data.chat.encoded import Encoded, EncodeOptions, trained_runs
 from llmq.data.chat.template import Environment, RenderError, prompt_template
 from llmq.data.rows.row_files import BadRow, Record, kind_of
 from llmq.errors import DataError, UsageError
 from llmq.tensor import IGNORED
-
-
-@dataclass(frozen=True)
-class Text:
-    """A document."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -58,15 +51,7 @@ class Chat:
     num_asked: int = 0
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens (n,) int32 and which of them are trained (n,) bool; None: all."""
-
-    ids: np.ndarray
-    trained: np.ndarray | None
-
-
-Content = Text | Pair | Chat | Tokens
+Content = str | Pair | Chat | Encoded  # text, a prompt with its answer, a chat, or tokens
 
 # Columns of each format: those that a row must have, those that it may have, in the order in which they are looked for.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -121,25 +106,17 @@ class Format:
 
     name: str
     columns: dict[str, str]  # ours -> theirs, for all columns that a row may have
-    seen: frozenset[str]  # ours, of those that the first rows have or --map names
-    how: str  # it was found
+    words: str  # it and the mapping, and how it was found
     has_messages: bool  # in each row
     is_chat: bool  # each row becomes a chat
     template: Environment | None  # writes the prompt from all columns
     preamble: bool  # of Alpaca's prompt
 
-    def describe(self) -> str:
-        """The format and the mapping in words."""
-        columns = [(ours, theirs) for ours, theirs in self.columns.items() if ours in self.seen]
-        named = ", ".join(ours if ours == theirs else f"{ours} = {theirs}" for ours, theirs in columns)
-        by = ", the prompt written by --prompt-template" if self.template else ""
-        return f"{self.name} ({self.how}), columns {named}{by}"
-
     def read(self, record: Record, vocab_size: int) -> Content:
         """The row's content; BadRow if it is of another format, empty, or not what the columns should hold."""
         row = _Row(record, self)
         if self.name == "text":
-            return Text(row.filled("text"))
+            return row.filled("text")
         if self.name == "tokens":
             return _tokens(row, vocab_size)
         if self.has_messages:
@@ -174,11 +151,14 @@ def find_format(first: Sequence[Record], options: EncodeOptions) -> Format:
     for record in first:
         if found := _match(record.value, names, mapping, with_prompt=template is None):
             name, columns = found
-            seen = mapping.keys() | {ours for ours, its in columns.items() if any(its in row.value for row in first)}
+            told = {ours for ours, its in columns.items() if ours in mapping or any(its in row.value for row in first)}
+            named = (ours if ours == its else f"{ours} = {its}" for ours, its in columns.items() if ours in told)
             how = f"as in {record.place}" if data_format is None else "as asked"
+            by = ", the prompt written by --prompt-template" if template else ""
+            words = f"{name} ({how}), columns {', '.join(named)}{by}"
             has_messages = name in CHATS or (name == PAIRS[0] and isinstance(record.value[columns["completion"]], list))
             is_chat = has_messages or (name in PAIRS and options.chat_template is not None)
-            return Format(name, columns, frozenset(seen), how, has_messages, is_chat, template, options.preamble)
+            return Format(name, columns, words, has_messages, is_chat, template, options.preamble)
     there = ", ".join(map(str, first[0].value)) or "none"
     wanted = "; ".join(f"{name} ({', '.join(FORMATS[name][0][template is not None :])})" for name in names)
     raise DataError(
@@ -236,7 +216,7 @@ class _Row:
             other = _match(self.value, list(FORMATS), {})
             is_other = f"the row is {other[0]}, " if other and other[0] != self.form.name else ""
             there = "is null" if theirs in self.value else "is missing"
-            raise self.bad(f"{is_other}but the data is {self.form.describe()}: {theirs} {there}".removeprefix("but "))
+            raise self.bad(f"{is_other}but the data is {self.form.words}: {theirs} {there}".removeprefix("but "))
         return value
 
     def string(self, ours: str) -> str | None:
@@ -275,7 +255,7 @@ def _pair(row: _Row) -> Pair:
     return Pair(prompt, row.filled("output"), f"{instruction}\n\n{given}" if given else instruction, system or None)
 
 
-def _tokens(row: _Row, vocab_size: int) -> Tokens:
+def _tokens(row: _Row, vocab_size: int) -> Encoded:
     ids = _integers(row, "input_ids")
     if not ids.size:
         raise row.bad(f"{row.form.columns['input_ids']} is empty")
@@ -298,7 +278,8 @@ def _tokens(row: _Row, vocab_size: int) -> Tokens:
     seen = extra["attention_mask"] != 0 if "attention_mask" in extra else np.ones(len(ids), bool)
     if not seen.any():
         raise row.bad("attention_mask leaves no token")
-    return Tokens(ids[seen].astype(np.int32), (labels != IGNORED)[seen] if "labels" in extra else None)
+    trained = (labels != IGNORED)[seen] if "labels" in extra else None
+    return Encoded(row.place, ids[seen].astype(np.int32), trained, trained_runs(trained))
 
 
 def _integers(row: _Row, name: str) -> np.ndarray:

@@ -10,6 +10,8 @@ that writes too much is stopped while it writes; one that takes too long is stop
 method or macro.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -17,7 +19,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ def _tojson(
 
 
 class ChatTemplate(Environment):
-    """A chat template, for any number of threads.
+    """A chat template, for any number of threads; `tool_use` is another one for conversations with tools, or itself.
 
     `origin` says where it is from, `variables` are the special tokens by their names. DataError if it is no template.
     """
@@ -139,7 +140,7 @@ class ChatTemplate(Environment):
         self, source: str, origin: str, variables: Mapping[str, str] | None = None, now: datetime | None = None
     ) -> None:
         self.source, self.origin, self.variables = source, origin, dict(variables or {})
-        self.now = now or datetime.now()
+        self.now, self.tool_use = now or datetime.now(), self
         try:
             super().__init__(source, self.now)
         except TemplateSyntaxError as error:
@@ -160,6 +161,22 @@ class ChatTemplate(Environment):
         written = [_with_reasoning(message) for message in messages]
         return self.fill({**self.variables, "messages": written, **variables})
 
+    def pick(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """The one for a conversation with these tools."""
+        return self if tools is None else self.tool_use
+
+    @property
+    def words(self) -> frozenset[str]:
+        """All words of both sources, and so the keys of a message that they may read."""
+        found = frozenset(re.findall(r"\w+", self.source + self.tool_use.source))
+        return found.union(REASONING) if found.intersection(REASONING) else found
+
+    @property
+    def note(self) -> TemplateNote:
+        """What a sidecar keeps of them."""
+        other = None if self.tool_use is self else self.tool_use.source
+        return TemplateNote(origin=self.origin, default=self.source, tool_use=other)
+
 
 def _reason(error: Exception) -> str:
     """An error in one line; a message of the template's own is shown alone."""
@@ -173,40 +190,19 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-@dataclass(frozen=True)
-class Templates:
-    """The template for conversations, and another one for those with tools, if the tokenizer has both."""
-
-    default: ChatTemplate
-    tool_use: ChatTemplate | None = None
-
-    def pick(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        return self.tool_use if self.tool_use is not None and tools is not None else self.default
-
-    @property
-    def words(self) -> frozenset[str]:
-        """All words of their sources, and so the keys of a message that they may read."""
-        found = set(re.findall(r"\w+", self.default.source + (self.tool_use.source if self.tool_use else "")))
-        return frozenset(found.union(REASONING) if found.intersection(REASONING) else found)
-
-    @property
-    def note(self) -> TemplateNote:
-        """What a sidecar keeps of them."""
-        other = self.tool_use.source if self.tool_use else None
-        return TemplateNote(origin=self.default.origin, default=self.default.source, tool_use=other)
-
-
-def open_templates(folder: Path, wanted: str | None = None, now: datetime | None = None) -> Templates:
-    """The templates of a tokenizer's folder, or the one that `wanted` names, at the time `now` (None: the clock's).
+def open_template(folder: Path, wanted: str | None = None, now: datetime | None = None) -> ChatTemplate:
+    """The template of a tokenizer's folder, or the one that `wanted` names, at the time `now` (None: the clock's).
 
     Raises DataError for what is no template, and what `chosen_templates` raises.
     """
     variables, now = named_tokens(folder), now or datetime.now()
-    return Templates(*(ChatTemplate(*chosen, variables, now) for chosen in chosen_templates(folder, wanted)))
+    found = [ChatTemplate(*chosen, variables, now) for chosen in chosen_templates(folder, wanted)]
+    found[0].tool_use = found[-1]
+    return found[0]
 
 
 def chosen_templates(folder: Path, wanted: str | None = None) -> list[tuple[str, str]]:
-    """Source and origin of the template, and of the one for tools if there are two; see `open_templates`.
+    """Source and origin of the template, and of the one for tools if there are two; see `open_template`.
 
     `wanted` is the tokenizer's own ("tokenizer"), one of its named templates, a file, or the template itself (text with
     {{ or {%). Raises DataError if the tokenizer has none, UsageError if `wanted` is nothing of these.

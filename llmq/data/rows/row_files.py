@@ -175,11 +175,7 @@ def _json_row(place: str, line: bytes) -> Row:
         return _object(place, json.loads(text) if text else {})
     except UnicodeDecodeError as error:
         return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
-    except RecursionError:
-        return BadRow(place, "not JSON that can be read: nested too deeply")
-    except json.JSONDecodeError as error:
-        return BadRow(place, f"not JSON ({error.msg} at character {error.pos + 1})")
-    except ValueError as error:  # a number of too many digits
+    except (RecursionError, ValueError) as error:
         return BadRow(place, f"not JSON ({error})")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq.data.chat.encoded import EncodeOptions
-from llmq.data.chat.formats import FORMATS, PREAMBLES, Chat, Format, Pair, Text, Tokens, find_format
+from llmq.data.chat.formats import FORMATS, PREAMBLES, Chat, Format, Pair, find_format
 from llmq.data.rows.row_files import BadRow, Record
 from llmq.errors import DataError, UsageError
 
@@ -40,7 +40,7 @@ def alpaca(opening: str, given: str = "", system: str | None = None) -> Pair:
 @pytest.mark.parametrize(
     ("row", "name", "content"),
     [
-        ({"text": "a", "url": "b"}, "text", Text("a")),
+        ({"text": "a", "url": "b"}, "text", "a"),
         ({"prompt": "a", "completion": " b"}, "prompt-completion", Pair("a", " b", "a")),
         ({"question": "a", "answer": "b"}, "question-answer", Pair("a", "b", "a")),
         ({"instruction": "a", "input": "", "output": "b", "text": "c"}, "alpaca", alpaca(PREAMBLES[False])),
@@ -132,10 +132,10 @@ def test_columns_and_keys_can_have_other_names():
 
 def test_a_format_can_be_chosen_and_says_its_mapping():
     row = {"messages": [ASK, TELL], "text": "c", "body": "d"}
-    assert read(row, data_format="text") == Text("c")
+    assert read(row, data_format="text") == "c"
     asked = {"data_format": "text", "mapping": (("text", "body"),)}
-    assert read(row, **asked) == Text("d") and found(row, **asked).describe() == "text (as asked), columns text = body"
-    assert found({}, row).describe() == "messages (as in rows.jsonl:2), columns messages"
+    assert read(row, **asked) == "d" and found(row, **asked).words == "text (as asked), columns text = body"
+    assert found({}, row).words == "messages (as in rows.jsonl:2), columns messages"
 
 
 @pytest.mark.parametrize(
@@ -154,18 +154,18 @@ def test_a_column_that_only_later_rows_have_is_read_and_named_if_it_is_among_the
     (ours, theirs), *_ = mapping or [(next(iter(later)),) * 2]
     named = ours if ours == theirs else f"{ours} = {theirs}"
     for rows, is_named in (([first], bool(mapping)), ([first, row], True)):
-        described = found(*rows, mapping=mapping).describe()
+        described = found(*rows, mapping=mapping).words
         assert (named in described.split("columns ")[1].split(", ")) == is_named
 
 
 def test_labels_of_a_later_row_are_read():
     content = read({"input_ids": [5, 6], "lab": [-100, 6]}, mapping=(("labels", "lab"),), first={"input_ids": [5, 6]})
-    assert isinstance(content, Tokens) and content.trained is not None and content.trained.tolist() == [False, True]
+    assert content.trained.tolist() == [False, True]
 
 
 def test_tokens_are_taken_as_they_are():
     content = read({"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]})
-    assert isinstance(content, Tokens) and content.trained is not None and content.ids.dtype == np.int32
+    assert content.ids.dtype == np.int32
     assert (content.ids.tolist(), content.trained.tolist()) == ([5, 6, 7], [False, True, True])
     content = read({"input_ids": np.array([5, 6])})
     assert content.ids.tolist() == [5, 6] and content.trained is None
@@ -209,7 +209,7 @@ def test_a_prompt_template_writes_the_prompt_from_all_columns():
         found({"title": "a"}, prompt_template="{{ title }}")
     with pytest.raises(UsageError, match="--prompt-template: text rows have no prompt"):
         found({"text": "a"}, data_format="text", prompt_template="{{ text }}")
-    assert "the prompt written by --prompt-template" in found(row, prompt_template="x").describe()
+    assert "the prompt written by --prompt-template" in found(row, prompt_template="x").words
 
 
 def test_alpacas_preamble_can_be_left_out():

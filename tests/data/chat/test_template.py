@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from chat_cases import CHATS, GOLDEN, ONE, PAIRS, VARIABLES, chat_tokenizer, source, template
 
-from llmq.data.chat.template import ChatTemplate, RenderError, named_tokens, open_templates
+from llmq.data.chat.template import ChatTemplate, RenderError, named_tokens, open_template
 from llmq.errors import DataError, UsageError
 
 GOLDENS = json.loads(GOLDEN.read_text("utf-8"))
@@ -142,16 +142,16 @@ NAMED = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": 
     ],
 )
 def test_the_template_is_the_tokenizers_or_the_one_asked_for(tmp_path, files, wanted, plain, with_tools):
-    found = open_templates(folder_with(tmp_path, **files), wanted)
+    found = open_template(folder_with(tmp_path, **files), wanted)
     assert [found.pick(tools).render(ONE, tools).text for tools in (None, [])] == [plain, with_tools]
 
 
 def test_a_template_can_be_a_file(tmp_path):
     (tmp_path / "mine.jinja").write_text(source("zephyr"))
-    found = open_templates(folder_with(tmp_path, special_tokens_map_json={"eos_token": {"content": "</s>"}}),
+    found = open_template(folder_with(tmp_path, special_tokens_map_json={"eos_token": {"content": "</s>"}}),
                            str(tmp_path / "mine.jinja"))  # fmt: skip
-    assert found.default.render(ONE).text == GOLDENS["zephyr/one"]["text"]
-    assert found.default.origin == str(tmp_path / "mine.jinja")
+    assert found.render(ONE).text == GOLDENS["zephyr/one"]["text"]
+    assert found.origin == str(tmp_path / "mine.jinja")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_template_can_be_a_file(tmp_path):
 )
 def test_a_template_that_cannot_be_found_says_where_it_was_looked_for(tmp_path, files, wanted, error, says):
     with pytest.raises(error, match=says):
-        open_templates(folder_with(tmp_path, **files), wanted)
+        open_template(folder_with(tmp_path, **files), wanted)
 
 
 def test_named_tokens_are_read_from_both_files(tmp_path):
