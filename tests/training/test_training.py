@@ -8,29 +8,23 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_engines import plan_of
+from small_tokenizers import byte_level, save
 from tiny_runs import T, folder, number_stream, weights_of, write_documents
 
 import llmq
-from llmq.backends.host import HostBackend
 from llmq.cli import shell
-from llmq.data.batches import loader
-from llmq.data.batches.batch import Batch
+from llmq.cli.tokenize_data import command as tokenize
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.advice import Limits, lacking
-from llmq.engine.engine import Engine
 from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
-from llmq.files.source import open_parameters, open_source
-from llmq.options.data import ModelOptions
 from llmq.report.read import read_log
 from llmq.training import fp8, prepare
 from llmq.training.fp8 import CopyError
@@ -357,37 +351,6 @@ def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_on
     assert again.warnings == ()
 
 
-def test_the_epoch_of_a_run_that_has_no_step_left_is_that_of_its_data(given, monkeypatch):
-    real = loader.eval_batches
-
-    def interrupted(*about):
-        yield from real(*about)
-        signal.raise_signal(signal.SIGINT)
-        yield next(real(*about))
-
-    monkeypatch.setattr(loader, "eval_batches", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llmq.train(**{**given, "eval_every_n_steps": 99})  # within the last evaluation
-    monkeypatch.setattr(loader, "eval_batches", real)
-    result = llmq.train(**{**given, "continue": "newest"})
-    assert read_log(result.log_path).eval["epoch"].tolist() == [48 / 40]
-
-
-def test_a_checkpoint_of_another_run_is_refused(given):
-    llmq.train(**given)
-    with pytest.raises(UsageError, match="seed"):
-        llmq.train(**{**given, "continue": "auto", "seed": 7, "overwrite": True, "steps": 14})
-    with pytest.raises(UsageError, match="earlier run"):
-        llmq.train(**given)
-
-
-def test_a_finished_run_is_extended_by_steps_and_continue(given):
-    result = llmq.train(**given)
-    before = (result.model_path / "model.safetensors").read_bytes()
-    assert llmq.train(**{**given, "continue": "newest", "steps": 14}).steps == 14
-    assert (result.model_path / "model.safetensors").read_bytes() != before
-
-
 def test_a_model_of_another_run_is_not_replaced_unasked(given):
     llmq.train(**given)
     other = {**given, "name": "other", "out_dir": "other"}
@@ -415,22 +378,21 @@ def test_overwrite_starts_a_run_over(given):
     assert "--overwrite" not in alone["console"].getvalue(), "nothing was there"
 
 
-def test_a_dry_run_does_not_mind_what_is_there(given):
-    llmq.train(**given)
-    before = {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()}
-    for overwrite in (False, True):
-        assert llmq.train(**given, dry_run=True, overwrite=overwrite).exit_code == 0
-    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+def test_a_dry_run_writes_nothing_and_does_not_mind_what_is_there(given, tmp_path):
+    def there():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-
-def test_a_dry_run_writes_nothing(given, tmp_path):
-    before = sorted(tmp_path.rglob("*"))
+    before = there()
     result = llmq.train(**given, dry_run=True)
-    assert result.exit_code == 0 and sorted(tmp_path.rglob("*")) == before
+    assert result.exit_code == 0 and there() == before
     text = given["console"].getvalue()
     assert "[Allocator State]" in text and "Activations" in text and "[T]" not in text
     assert f"{result.plan.table()['Activations'] / 2**20:,.1f} MiB" in text and result.plan.total_bytes > 0
-    assert llmq.train(**given).plan is None
+    assert llmq.train(**{**given, "steps": 2}).plan is None
+    before = there()
+    for overwrite in (False, True):
+        assert llmq.train(**given, dry_run=True, overwrite=overwrite).exit_code == 0
+    assert there() == before
 
 
 def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
@@ -446,30 +408,6 @@ def test_windows_of_less_than_a_step_are_trained_more_than_once(given):
     assert "40 windows and a step takes 64, so that it sees windows more than once" in given["console"].getvalue()
 
 
-def test_an_evaluation_is_the_mean_over_every_trained_token(given):
-    """By hand: the windows of two files one by one, each as long as it is, without padding."""
-    rng, files, trained, total = np.random.default_rng(1), ("one.bin", "two.bin"), 0, 0.0
-    tokens = [rng.integers(0, 97, count).astype(np.int32) for count in (2 * T + 6, T - 3)]
-    masks = [rng.random(len(ids)) < 0.7 for ids in tokens]
-    for name, ids, mask in zip(files, tokens, masks, strict=True):
-        with TokenWriter(name, vocab_size=97, has_masks=True) as file:
-            file.append(ids, mask)
-    result = llmq.train(**{**given, "eval_file": files, "steps": 1, "warmup": 0, "learning_rate": 0})
-    source = open_source(ModelOptions(model=str(result.model_path)))
-    for ids, mask in zip(tokens, masks, strict=True):
-        aims = np.where(mask, ids, -100)
-        for start in range(0, len(ids) - 1, T):
-            stop = min(start + T, len(ids) - 1)
-            plan = plan_of(config=source.config, batch_size=1, seq_len=stop - start)
-            engine = Engine(plan, HostBackend())
-            engine.load(open_parameters(source, 0)(plan.rows))
-            loss, count = engine.evaluate(Batch(ids[None, start:stop], aims[None, start + 1 : stop + 1]))
-            total, trained = total + loss, trained + count
-    (counted,) = read_log(result.log_path).eval["trained_tokens"]
-    assert counted == trained == sum(int(mask[1:].sum()) for mask in masks)
-    assert result.eval_loss == pytest.approx(total / trained, rel=1e-6)  # about 40 losses in f32
-
-
 def test_steps_that_stay_non_finite_end_the_run_with_the_weights_as_they_were(given):
     with pytest.raises(NonFiniteError, match=f"last {NON_FINITE_LIMIT} steps"):
         llmq.train(**{**given, "learning_rate": 1e30, "grad_clip": 0, "steps": 40, "model_dtype": "fp32"})
@@ -477,98 +415,60 @@ def test_steps_that_stay_non_finite_end_the_run_with_the_weights_as_they_were(gi
     assert not log.train["applied"][-NON_FINITE_LIMIT:].any()
 
 
-def test_nothing_is_left_behind(given):
+def test_nothing_is_left_behind_also_by_a_run_in_another_thread(given):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    threads = set(threading.enumerate())
-    llmq.train(**given)
-    with pytest.raises(UsageError):
+    threads, results = set(threading.enumerate()), []
+    thread = threading.Thread(target=lambda: results.append(llmq.train(**given)))
+    thread.start()
+    thread.join()
+    with pytest.raises(UsageError, match="earlier run"):
         llmq.train(**given)
+    assert results[0].exit_code == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert set(threading.enumerate()) == threads
 
 
-def test_it_runs_in_another_thread(given):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(llmq.train(**given)))
-    thread.start()
-    thread.join()
-    assert results[0].exit_code == 0
-
-
-def command(given, *more):
-    given = {key: value for key, value in given.items() if key not in ("console", "from_scratch")}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
-    return [sys.executable, "-m", "llmq.cli.train", "--from-scratch", *flags, *more]
-
-
-def start(given, *more):
-    """The run in a process of its own, which is never more than a page of output ahead of its reader: 40 steps."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "pipesize": 4096}
-    return subprocess.Popen(command(given, *more), env=environment, text=True, **streams)
-
-
-def wait_for(process, text):
-    """Reads lines, which are flushed as they come, until one has `text`."""
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"no {text!r} before the end")
-
-
-def test_the_first_signal_ends_the_step_saves_and_says_how_to_go_on(given):
-    whole = llmq.train(**{**given, "steps": 60, "name": "whole", "eval_every_n_steps": 0})
-    process = start({**given, "steps": 60, "eval_every_n_steps": 0, "ckpt_interval": 0})
-    wait_for(process, "[T] step     5")
-    process.send_signal(signal.SIGINT)
-    rest = process.stdout.read()
-    assert process.wait() == 130
-    assert "--continue" in rest
-    (saved,) = Path("runs/run/checkpoints").glob("step-*")
-    assert 5 <= int(saved.name[5:]) < 60
-    done = llmq.train(**{**given, "steps": 60, "eval_every_n_steps": 0, "continue": "auto"})
-    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_from_its_last_checkpoint(given):
-    long = {**given, "steps": 100, "eval_every_n_steps": 0}
-    whole = llmq.train(**{**long, "name": "whole"})
-    process = start({**long, "ckpt_interval": 3})
-    wait_for(process, "Checkpoint: runs/run/checkpoints/step-00000006")
-    time.sleep(0.02)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    done = llmq.train(**long, **{"continue": "auto"})
-    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)
-
-
 def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from_the_data(given, tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from llmq.cli.tokenize_data import command as tokenize
-
-    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:90])}
-    vocabulary = {**alphabet, "<end>": 95}
-    tokenizer = Tokenizer(models.BPE({**vocabulary}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = byte_level()
     tokenizer.add_special_tokens(["<end>"])
-    source = tmp_path / "letters"
-    source.mkdir()
-    tokenizer.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    source = save(tokenizer, tmp_path / "letters", {"eos_token": "<end>"})
     Path("text.txt").write_text("abc\n" * 300)
     arguments = ["--input=text.txt", f"--tokenizer={source}", "--eval-fraction=0", "--out-dir=tokens"]
     assert shell.run(tokenize, arguments) == 0
-    result = llmq.train(**{**given, "train_file": "tokens/train.bin", "eval_file": "tokens/train.bin", "steps": 2})
-    assert json.loads((result.model_path / "config.json").read_text())["eos_token_id"] == 95
-    assert json.loads((result.model_path / "generation_config.json").read_text())["eos_token_id"] == 95
+    given |= {"train_file": "tokens/train.bin", "eval_file": "tokens/train.bin", "steps": 2}
+    result = llmq.train(**{**given, "model": str(folder(tmp_path / "large", vocab_size=440))})
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((result.model_path / name).read_text())["eos_token_id"] == tokenizer.token_to_id("<end>")
     assert (result.model_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     tuning = {**given, "model": str(result.model_path), "from_scratch": False, "name": "tuned", "dry_run": True}
-    tuning |= {"train_file": "tokens/train.bin", "eval_file": "tokens/train.bin"}
     llmq.train(**tuning)
     tokenizer.add_special_tokens(["<other>"])
     tokenizer.save(str(result.model_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"train\.bin is of another tokenizer"):
         llmq.train(**tuning)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
+def test_a_process_that_is_ended_goes_on_with_the_same_bits(given, number):
+    """It is never more than a page of output, 40 steps, ahead of its reader."""
+    given |= {"steps": 100, "eval_every_n_steps": 0, "ckpt_interval": 3 if number == signal.SIGKILL else 0}
+    whole = llmq.train(**{**given, "name": "whole"})
+    values = {key: value for key, value in given.items() if key not in ("console", "from_scratch")}
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmq.cli.train", "--from-scratch", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        pipesize=4096,
+    )
+    seen = "Checkpoint: runs/run/checkpoints/step-00000006" if number == signal.SIGKILL else "[T] step     5"
+    assert any(seen in line for line in process.stdout)
+    process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait() == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
+    assert ("--continue" in rest) == (number == signal.SIGINT)
+    done = llmq.train(**given, **{"continue": "auto"})
+    assert weights_of(done.checkpoint_path) == weights_of(whole.checkpoint_path)

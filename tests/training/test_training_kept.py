@@ -268,10 +268,13 @@ def test_what_changed_is_refused_or_told(given):
     with pytest.raises(UsageError, match=r"model rms_norm_eps: 1e-06 in the checkpoint, 1e-05 now"):
         llmq.train(**{**given, "continue": 5, "overwrite": True})
     config.write_text(text)
-    with pytest.raises(UsageError, match=r"--opt-m-dtype: fp32 in the checkpoint, bf16 now"):
-        llmq.train(**{**given, "opt_m_dtype": "bf16", "continue": 5, "overwrite": True})
-    with pytest.raises(UsageError, match=r"step 10, and this run ends after 8: raise --steps"):
-        llmq.train(**{**given, "steps": 8, "continue": 10, "overwrite": True})
+    for change, says in (
+        ({"opt_m_dtype": "bf16"}, r"--opt-m-dtype: fp32 in the checkpoint, bf16 now"),
+        ({"seed": 7}, "seed"),
+        ({"steps": 8, "continue": 10}, r"step 10, and this run ends after 8: raise --steps"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            llmq.train(**{**given, "continue": 5, "overwrite": True, **change})
     llmq.train(**{**given, "weight_decay": 0, "grad_accumulation": 4, "continue": 5, "overwrite": True})
     rows = "rows per step 4 to 8"
     options = "--grad-accumulation 2 to 4, --weight-decay 0.1 to 0.0, --ckpt-interval 5 to 100"
