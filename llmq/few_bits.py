@@ -72,13 +72,9 @@ def e2m1_codes(x: np.ndarray) -> np.ndarray:
     return _ranks(np.abs(x), E2M1_BOUNDS) | np.signbit(x).view(np.uint8) << np.uint8(3)
 
 
-def _int8(x: np.ndarray) -> np.ndarray:
-    return np.rint(x).astype(np.int8)
-
-
 # what NumPy does not cast to, by dtype: numbers within its limits, divided by their scales, to nearest even
 ENCODED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "int8": _int8,
+    "int8": lambda x: np.rint(x).astype(np.int8),
     "nf4": lambda x: packed(nf4_codes(x), "nf4"),
     "mxfp4": lambda x: packed(e2m1_codes(x), "mxfp4"),
 }

@@ -11,11 +11,10 @@ that are kept of the `init_r` which each adapter began with; `rank_pattern` says
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from pydantic import PlainValidator
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
-from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Rank, Read, read_modules
+from llmq.adapters.peft_format import PREFIX, About, AdapterFile, PeftConfig, Rank, Tensors, read_modules
 from llmq.adapters.targets import FILE, Target, outputs_of, shared
 from llmq.errors import UsageError
 from llmq.files.source import Values
@@ -40,7 +39,6 @@ from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 
 ALIGNED = 4  # the flags of a row begin at a multiple of this, as kernels read 16 bytes at a time
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
-TRIPLET = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_[ABE]")
 Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
 # PEFT's names of what a budget says, with their defaults there
 FIELDS: dict[str, tuple[str, float]] = {
@@ -174,7 +172,7 @@ class AdaLora(Lora):
     def without_drops(self, site: str, at: SiteFacts) -> AdaLoraAdapter:
         """The triplets of a site, of whose orthogonality each norm counts as the mean of all."""
         weight = self.schedule.orth_reg / (2 * len(self.targets))
-        about = (self.pieces(site), "normal", FILE, at.values, outputs_of(at.config, site))
+        about = (self.pieces(site), "normal", FILE, at.values, outputs_of(at.config)[site])
         return AdaLoraAdapter(site, *about, stat=at.stat, orthogonality=weight)
 
     def tracked(self, rows: Sequence[Row], stat: str, shards: Shards | None) -> Tracked:
@@ -215,11 +213,10 @@ class AdaLora(Lora):
 
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """Of adapters that were read what is there, which are the first triplets, whatever they were when chosen."""
-        found = super().file(rows, config, model)
         there: Patterns = {}
         if any(target.kept is not None for target in self.targets):
             there = {t.module.name: (True,) * t.present + (False,) * (t.rank - t.present) for t in self.targets}
-        return found._replace(stored=partial(_kept, there))
+        return super().file(rows, config, model)._replace(stored=partial(_kept, there))
 
 
 def with_triplets(targets: Sequence[Target]) -> tuple[Target, ...]:
@@ -237,30 +234,12 @@ def rank_pattern(patterns: Patterns) -> dict[str, list[bool]] | None:
     return {f"{name}.lora_E": list(kept) for name, kept in patterns.items()} or None
 
 
-def _kept(patterns: Patterns, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
-    """The rows of adapters, and what reads them, of what is kept alone."""
-    flags: dict[str, np.ndarray] = {}  # of the entries of a row, or of the columns of a B
-    for row in rows:
-        names = [match[1] for part in row.parts if (match := TRIPLET.fullmatch(part.name))]
-        if names and all(name in patterns for name in names):
-            flags[row.name] = np.concatenate([patterns[name] for name in names])
-
-    def cut(row: Row) -> Row:
-        if (own := flags.get(row.name)) is None:
-            return row
-        if ".lora_b." in row.name:
-            return replace(row, shape=(row.shape[0], int(own.sum())))
-        places = np.cumsum([0, *(own[part.start : part.stop].sum() for part in row.parts)]).tolist()
-        parts = [replace(part, start=a, stop=b) for part, (a, b) in zip(row.parts, pairwise(places), strict=True)]
-        return replace(row, shape=(places[-1], *row.shape[1:]), parts=tuple(parts))
-
-    def value(row: Row) -> np.ndarray:
-        found, own = read(row), flags.get(row.name)
-        if own is None:
-            return found
-        return found[:, own] if ".lora_b." in row.name else found[own]
-
-    return tuple(map(cut, rows)), value
+def _kept(patterns: Patterns, tensors: Tensors) -> Tensors:
+    """The tensors of adapters, of what is kept alone."""
+    for name, kept in patterns.items():
+        a, b, e, own = *(f"{PREFIX}{name}.lora_{key}" for key in "ABE"), np.array(kept, bool)
+        tensors |= {a: tensors[a][own], b: tensors[b][:, own], e: tensors[e][own]}
+    return tensors
 
 
 class Scores(NamedTuple):

@@ -80,7 +80,7 @@ class Gains(Method):
         if targets[0].inward:
             return InputGainLinear(base, first.name, first.inputs, at.stat, FILE)
         pieces = [GainPiece(t.module.name, t.module.key, t.module.start, t.module.stop) for t in targets]
-        return GainLinear(base, pieces, outputs_of(at.config, base.name), at.stat, FILE)
+        return GainLinear(base, pieces, outputs_of(at.config)[base.name], at.stat, FILE)
 
     def identity(self) -> dict[str, Any]:
         """What makes the run compute what it computes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from llmq.adapters.peft_format import (
     AdapterFile,
     PeftConfig,
     Rank,
-    Read,
+    Tensors,
     check_pattern,
     in_full_config,
     plain,
@@ -35,7 +35,7 @@ from llmq.adapters.peft_format import (
 )
 from llmq.adapters.targets import FILE, LM_HEAD, MAGNITUDE, TAKEN_OUT, Target, outputs_of, scale_of, shared
 from llmq.errors import UsageError
-from llmq.files.source import ModelSource, Values
+from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, norms_of
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
@@ -160,7 +160,7 @@ class Lora(Method):
 
     def without_drops(self, site: str, at: SiteFacts) -> LoraAdapter:
         """The adapters of a site, without dropout."""
-        return LoraAdapter(site, self.pieces(site), self.init, FILE, at.values, outputs_of(at.config, site))
+        return LoraAdapter(site, self.pieces(site), self.init, FILE, at.values, outputs_of(at.config)[site])
 
     def pieces(self, site: str) -> list[LowRank]:
         """The adapters of a site's parts, whose A lie one after the other."""
@@ -247,9 +247,9 @@ class Lora(Method):
             **in_full_config(self.also, config),
         }
 
-    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
+    def first_values(self, config: ModelConfig, model: Values) -> Values:
         """Those of the model, and what follows from its weights."""
-        return FirstAdapter(self, source.config, model).values
+        return FirstAdapter(self, config, model).values
 
     def rest(self, config: ModelConfig, model: Values) -> Values:
         """Less the first A and B of PiSSA and OLoRA."""
@@ -257,10 +257,10 @@ class Lora(Method):
 
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """As PEFT converts what was taken out of the model: an adapter of twice the rank, with what it began with."""
+        found = super().file(rows, config, model)
         if model is None or not self.takes_out:
-            return super().file(rows, config, model)
-        about, stored = self.doubled().peft_config(config), partial(_beside_first, FirstAdapter(self, config, model))
-        return AdapterFile(_of_twice_the_rank(self.stored_rows(rows)), about, stored)
+            return found
+        return found._replace(about=self.doubled().peft_config(config), stored=FirstAdapter(self, config, model).beside)
 
     def doubled(self) -> Lora:
         """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""
@@ -297,37 +297,6 @@ def _of_pattern(pattern: dict[str, Any] | None, name: str, otherwise: float) -> 
     return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), otherwise)
 
 
-def _of_twice_the_rank(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """The rows of an adapter with room for what was trained, and for what it began with."""
-    found = []
-    for row in rows:
-        if row.name.endswith(".lora_a"):
-            parts = tuple(replace(part, start=2 * part.start, stop=2 * part.stop) for part in row.parts)
-            row = replace(row, shape=(2 * row.shape[0], row.shape[1]), parts=parts)
-        elif ".lora_b." in row.name:
-            row = replace(row, shape=(row.shape[0], 2 * row.shape[1]))
-        found.append(row)
-    return tuple(found)
-
-
-def _beside_first(first: FirstAdapter, rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
-    """The rows of twice the rank, and what reads A over the first A, and B beside minus the first B."""
-
-    def both(row: Row) -> np.ndarray:
-        value, (site, found, _) = read(row), row.name.partition(".lora_")
-        if not found or ".lora_m" in row.name:
-            return value
-        _, pairs = first.site(site)
-        own = [pairs[part.name.partition(".lora_")[0].removeprefix(PREFIX)] for part in row.parts]
-        if ".lora_b." in row.name:
-            ((_, b),) = own
-            return np.concatenate([value, -b], axis=1)
-        halves = [value[part.start // 2 : part.stop // 2] for part in row.parts]
-        return np.concatenate([one for half, (a, _) in zip(halves, own, strict=True) for one in (half, a)])
-
-    return rows, both
-
-
 class FirstAdapter:
     """The values of rows of a model with a new adapter on its weights, which `model` reads.
 
@@ -356,6 +325,15 @@ class FirstAdapter:
                 yield row, self._value(row, *self.site(site), self.adapters.by_site[site])
             else:
                 yield from self.model([row])
+
+    def beside(self, tensors: Tensors) -> Tensors:
+        """The tensors of an adapter of twice the rank: A over the first A, and B beside minus the first B."""
+        for site in self.adapters.by_site:
+            for name, (a, b) in self.site(site)[1].items():
+                down, up = (f"{PREFIX}{name}.lora_{key}.weight" for key in "AB")
+                tensors[down] = np.concatenate([tensors[down], a])
+                tensors[up] = np.concatenate([tensors[up], -b], axis=1)
+        return tensors
 
     def _value(self, row: Row, weight: np.ndarray, pairs: Pairs, targets: Sequence[Target]) -> np.ndarray:
         """The value of a weight, or of a row of an adapter that follows from it."""

@@ -18,7 +18,7 @@ from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, stored_row
 from llmq.adapters.targets import FILE, Target
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
-from llmq.files.source import ModelSource, Values
+from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.ops.record import Recorder
@@ -122,9 +122,8 @@ class Method:
         """What a folder's config and tensors, by our names, say, and what is wrong with them."""
         raise NotImplementedError
 
-    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
-        """The values of all rows before the first step of a run that trains new ones, by those of the model.
-        UsageError."""
+    def first_values(self, config: ModelConfig, model: Values) -> Values:
+        """The values of all rows before the first step of a run that trains new ones, by those of the model."""
         return model
 
     def rest(self, config: ModelConfig, model: Values) -> Values:
@@ -219,17 +218,13 @@ class Method:
         """What PEFT's config of it says beside that of all methods."""
         raise NotImplementedError
 
-    def stored_rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The rows of an adapter, trained biases among them, whose parts have the names of PEFT's tensors."""
-        return stored_rows(rows, self.targets)
-
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """What its file has of a plan's rows. It is for the model as it was, whose values are `model`; None: for what
         is left of that where something is taken out of it."""
-        return AdapterFile(self.stored_rows(rows), self.peft_config(config))
+        return AdapterFile(stored_rows(rows, self.targets), self.peft_config(config))
 
-    def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
-        """By the names of our tensors, of which tensor of a file they are columns, where they are of one."""
+    def columns(self, config: ModelConfig) -> Mapping[str, slice]:
+        """By the names of our tensors, which columns of the file's one tensor they are, where there is one."""
         return {}
 
     def on_rest(self) -> Method:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmq.adapters.method import NoAdapters
-from llmq.errors import UsageError
+from llmq.adapters.targets import rows_named
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions
@@ -31,8 +31,14 @@ class PartOfModel(NoAdapters):
 
     @classmethod
     def named(cls, names: str, config: ModelConfig) -> PartOfModel:
-        """The part with these names or patterns. UsageError."""
-        return cls(names, left_out(names, config))
+        """The part of which these are names or patterns of Hugging Face's parameters or modules, whole or their last
+        parts. UsageError."""
+
+        def is_named(by: str, name: str) -> bool:
+            return any(fnmatchcase(name, form) for form in (by, f"*.{by}", f"{by}.*", f"*.{by}.*"))
+
+        kept = rows_named("--train-only", names, lambda row: [part.name for part in row.parts], is_named, config)
+        return cls(names, frozenset(row.name for row in parameter_rows(config)) - kept)
 
     def rows(self, rows: Sequence[Row], config: ModelConfig) -> tuple[Row, ...]:
         """The rows of the model, of which some are frozen."""
@@ -45,30 +51,3 @@ class PartOfModel(NoAdapters):
     def must_match(self) -> dict[str, Any]:
         """What is trained, unless all is."""
         return {"trained": self.names} if self.frozen else {}
-
-
-def left_out(text: str, config: ModelConfig) -> frozenset[str]:
-    """The names of all rows but those of which Hugging Face's names match `text`: names or patterns, with commas.
-
-    A name is a parameter's or a module's, whole or its last parts. UsageError for one that matches nothing, and where
-    only a part of a row would be trained.
-    """
-    rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
-
-    def is_named(name: str, by: str) -> bool:
-        forms = (by, f"*.{by}", f"{by}.*", f"*.{by}.*")
-        return any(fnmatchcase(name, form) for form in forms)
-
-    hits = {part.name: [by for by in wanted if is_named(part.name, by)] for row in rows for part in row.parts}
-    if unknown := [by or "''" for by in wanted if not any(by in found for found in hits.values())]:
-        example = ", ".join(part.name for row in rows[1:4] for part in row.parts)
-        raise UsageError(
-            f"--train-only {', '.join(unknown)}: no parameter of the model has such a name; some are {example}"
-        )
-    kept = {row.name: [bool(hits[part.name]) for part in row.parts] for row in rows}
-    if cut := [row for row in rows if any(kept[row.name]) and not all(kept[row.name])]:
-        names = ", ".join(part.name for part in cut[0].parts)
-        raise UsageError(
-            f"--train-only {text} names a part of {names}, which llmq holds as one: name all of them, or none"
-        )
-    return frozenset(name for name, found in kept.items() if not any(found))

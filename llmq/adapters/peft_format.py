@@ -26,6 +26,7 @@ PREFIX = "base_model.model."  # of the names in PEFT's files
 
 About = dict[str, Any]  # adapter_config.json
 Read = Callable[[Row], np.ndarray]
+Tensors = dict[str, np.ndarray]  # of a file, by name
 
 
 # what is read
@@ -229,31 +230,34 @@ def in_full_config(also: Collection[str], config: ModelConfig) -> dict[str, Any]
     return {"modules_to_save": names or None, **({"ensure_weight_tying": True} if tied else {})}
 
 
-def as_trained(rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
-    """The rows of a file, and what reads them, of a method that stores what it trains."""
-    return rows, read
-
-
 @dataclass(frozen=True)
 class AdapterExport(Export):
-    """The export of an adapter: PEFT's two files, and the tokenizer's. `stored` makes rows of the file of those that
-    are trained."""
+    """The export of an adapter: PEFT's two files, and the tokenizer's. `stored` makes the file's tensors, by name, of
+    those that are trained, where they differ."""
 
     about: About = field(default_factory=dict)
-    stored: Callable[[Sequence[Row], Read], tuple[Sequence[Row], Read]] = as_trained
+    stored: Callable[[Tensors], Tensors] | None = None
 
     def write_model(self, folder: Path, read: Read) -> None:
         """Config and weights into a new folder."""
-        write_tensors(folder / ADAPTER_WEIGHTS, *self.stored(self.rows, read), self.dtype)
+        path, rows = folder / ADAPTER_WEIGHTS, self.rows
+        if self.stored is None:
+            write_tensors(path, rows, read, self.dtype)
+        else:
+            values = ((row, read(row).reshape(row.part_axes)) for row in rows)
+            trained = {part.name: value[part.start : part.stop] for row, value in values for part in row.parts}
+            found = self.stored(trained)
+            rows = [Row(name, one.shape, (Part(name, 0, len(one)),), "", decay=False) for name, one in found.items()]
+            write_tensors(path, rows, lambda row: found[row.name], self.dtype)
         write_json(folder / ADAPTER_CONFIG, self.about)
 
 
 class AdapterFile(NamedTuple):
-    """What the file of an adapter has of a run's rows, its config, and what makes rows of the file of those."""
+    """What the file of an adapter has of a run's rows, its config, and what makes tensors of the file of those."""
 
     rows: Sequence[Row]
     about: About
-    stored: Callable[[Sequence[Row], Read], tuple[Sequence[Row], Read]] = as_trained
+    stored: Callable[[Tensors], Tensors] | None = None
 
     def export(self, base: str, revision: str | None) -> Callable[..., AdapterExport]:
         """What makes the export of it, for a base model of this name."""

@@ -72,12 +72,12 @@ def merges(options: AdapterOptions) -> bool:
     return options.merge
 
 
-def first_values(options: AdapterOptions, adapters: Method, source: ModelSource, model: Values, seed: int) -> Values:
-    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters. DataError,
-    UsageError."""
+def first_values(options: AdapterOptions, adapters: Method, config: ModelConfig, model: Values) -> Values:
+    """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters.
+    DataError."""
     if options.adapter is not None:
-        return open_adapter(Path(options.adapter), source.config).values(model)
-    return adapters.first_values(options, source, model, seed)
+        return open_adapter(Path(options.adapter), config).values(model)
+    return adapters.first_values(config, model)
 
 
 def base_notes(options: AdapterOptions, source: ModelSource, held: HeldBase, seed: int) -> Iterator[str]:
@@ -151,24 +151,6 @@ def _merged_into(source: ModelSource) -> list[str]:
     return read_json(path).get("adapters", []) if path is not None and path.is_file() else []
 
 
-def other_base(folder: Path, named: str | None, base: AdapterBase | None, source: ModelSource, seed: int) -> str | None:
-    """How a source differs from what the adapter of a folder was trained on, in a sentence; None if it does not.
-
-    By the weights where the folder has their fingerprint, else by the name of the model. DataError for a model that the
-    adapter is merged into.
-    """
-    if (merged := _merged_into(source)) and adapter_fingerprint(folder) in merged:
-        raise DataError(
-            f"{source.name} has the adapter of {folder} in its weights already: give the model that it was trained on"
-            + (f", {named}" if named else "")
-        )
-    if base is not None:
-        trained_on = f"{named or 'a model'} with other weights than those of {source.place}"
-        return f"{folder} was trained on {trained_on}" if base.weights != weights_of(source, seed) else None
-    is_named = named is not None and Path(named).name.lower() != Path(source.name).name.lower()
-    return f"{folder} was trained on {named}, and is given {source.place}" if is_named else None
-
-
 def held_for(bases: Sequence[AdapterBase | None], base_dtype: str | None, model_dtype: str | None) -> HeldBase:
     """How to hold the base of adapters: as options say, else as what they were trained on was held.
 
@@ -218,7 +200,8 @@ class StoredAdapter:
         return found[:, self.columns[name]] if name in self.columns else found
 
     def check_base(self, source: ModelSource, seed: int) -> str | None:
-        """How a source differs from what the adapter was trained on, in a sentence; None if it does not.
+        """How a source differs from what the adapter was trained on, in a sentence; None if it does not: by the weights
+        where the folder has their fingerprint, else by the name of the model.
 
         DataError for a model that it is merged into, and where PEFT stored another embedding or head beside it than the
         source has.
@@ -233,7 +216,18 @@ class StoredAdapter:
                     f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
                     "give the model with that matrix, or save the adapter with it among modules_to_save"
                 )
-        return other_base(self.folder, self.base, self.trained_on, source, seed)
+        named = self.base
+        if (merged := _merged_into(source)) and adapter_fingerprint(self.folder) in merged:
+            of = f", {named}" if named else ""
+            raise DataError(
+                f"{source.name} has the adapter of {self.folder} in its weights already: give the model that it was "
+                f"trained on{of}"
+            )
+        if self.trained_on is not None:
+            said = f"{self.folder} was trained on {named or 'a model'} with other weights than those of {source.place}"
+            return said if self.trained_on.weights != weights_of(source, seed) else None
+        is_other = named is not None and Path(named).name.lower() != Path(source.name).name.lower()
+        return f"{self.folder} was trained on {named}, and is given {source.place}" if is_other else None
 
     def values(self, otherwise: Values, held: HeldBase = AS_IT_IS) -> Values:
         """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
@@ -274,10 +268,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     if problems:
         said, named = "; ".join(by_kind(problems, NAMES_AND_SIZES)), base or "which its config does not name"
         raise DataError(f"{folder} does not fit the model: {said}. Check that --model is its base, {named}")
-    places = adapters.columns(config)
-    if places:
-        tensors = {own: tensors[whole] for own, (whole, _) in places.items()}
-    columns = {own: columns for own, (_, columns) in places.items()}
+    if columns := adapters.columns(config):
+        tensors = dict.fromkeys(columns, *tensors.values())
     return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, config, columns)
 
 

@@ -4,10 +4,10 @@ q_proj, k_proj and v_proj have adapters of their own, although one site computes
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from llmq.errors import UsageError
@@ -83,13 +83,9 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
     return (*found, Module(LM_HEAD, HEAD, 0, padded_vocab(config), config.vocab_size, config.hidden_size))
 
 
-def outputs_of(config: ModelConfig, site: str) -> int:
-    """Outputs of all maps that a site computes."""
-    return _outputs(config)[site]
-
-
 @lru_cache(maxsize=8)  # asked for every site of a model each time that one is built
-def _outputs(config: ModelConfig) -> dict[str, int]:
+def outputs_of(config: ModelConfig) -> dict[str, int]:
+    """Outputs of all maps that a site computes, by site."""
     return {module.site: module.stop for module in linear_modules(config)}
 
 
@@ -209,33 +205,47 @@ def modules_of(row: Row, config: ModelConfig) -> tuple[str, ...]:
     return (*found, LM_HEAD) if row.name == EMBED_ROW and config.tie_embeddings else found
 
 
-def trained_in_full(
-    text: str | None, config: ModelConfig, adapted: Sequence[Module], option: str = "--train-also"
+def rows_named(
+    option: str,
+    text: str,
+    names_of: Callable[[Row], Sequence[str]],
+    is_named: Callable[[str, str], bool],
+    config: ModelConfig,
+    adapted: Collection[str] = (),
 ) -> frozenset[str]:
-    """The names of the rows of the modules that `text` names: names or patterns, with commas; None: of none.
+    """The names of the model's rows of which `text` has all names, or patterns of these, with commas.
 
-    UsageError for one that matches nothing or that has an adapter, and where only a part of a row would be trained.
+    UsageError for a name or pattern that matches nothing or what is `adapted`, and where only a part of a row is named.
     """
+    names, wanted = {row.name: names_of(row) for row in parameter_rows(config)}, [by.strip() for by in text.split(",")]
+    hits = {name: [by for by in wanted if is_named(by, name)] for own in names.values() for name in own}
+    if unknown := [by or "''" for by in wanted if not any(by in found for found in hits.values())]:
+        said = f"{option} {', '.join(unknown)}: nothing in the model has such a name"
+        raise UsageError(f"{said}; some are {', '.join([*list(hits)[:5], *list(hits)[-2:]])}")
+    kept = {row: own for row, own in names.items() if any(hits[name] for name in own)}
+    for own in kept.values():
+        if both := [name for name in own if name in adapted]:
+            said = f"{option} {text} trains {both[0]} in full, which has an adapter"
+            raise UsageError(f"{said}: leave it out of one of them")
+        if missing := [name for name in own if not hits[name]]:
+            raise UsageError(
+                f"{option} {text} names a part of {', '.join(own)}, which llmq holds as one: name "
+                f"{', '.join(missing)} too, or none of them"
+            )
+    return frozenset(kept)
+
+
+def trained_in_full(text: str | None, config: ModelConfig, adapted: Sequence[Module]) -> frozenset[str]:
+    """The names of the rows of the modules that --train-also names; None: of none. UsageError."""
     if text is None:
         return frozenset()
-    rows, wanted = parameter_rows(config), [part.strip() for part in text.split(",")]
-    names = {name for row in rows for name in modules_of(row, config)}
-    if unknown := [by or "''" for by in wanted if not any(matches(by, name) for name in names)]:
-        raise UsageError(
-            f"{option} {', '.join(unknown)}: no module of the model has such a name; some are {EMBED}, {LM_HEAD}, "
-            "model.norm, input_layernorm, layers.0.self_attn.o_proj"
-        )
-    chosen = {name for name in names if any(matches(by, name) for by in wanted)}
-    kept = [row for row in rows if chosen & set(modules_of(row, config))]
-    covered = {name for row in kept for name in modules_of(row, config)}
-    if both := sorted(covered & {module.name for module in adapted}):
-        raise UsageError(f"{option} {text} trains {both[0]} in full, which has an adapter: leave it out of one of them")
     tied = {EMBED, LM_HEAD} if config.tie_embeddings else set()
-    if cut := sorted(covered - chosen - tied):
-        raise UsageError(
-            f"{option} {text} names a part of what llmq holds as one: name {', '.join(cut)} too, or none of them"
-        )
-    return frozenset(row.name for row in kept)
+
+    def is_named(by: str, name: str) -> bool:
+        return any(matches(by, one) for one in (tied if name in tied else {name}))
+
+    names_of, names = partial(modules_of, config=config), {module.name for module in adapted}
+    return rows_named("--train-also", text, names_of, is_named, config, names)
 
 
 def scale_of(rank: int, alpha: float, *, rslora: bool) -> float:

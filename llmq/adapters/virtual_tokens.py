@@ -13,23 +13,21 @@ prefix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from llmq.adapters.method import Method
-from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, Read
+from llmq.adapters.peft_format import About, AdapterFile, PeftConfig
 from llmq.adapters.targets import FILE
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
 from llmq.blocks.virtual_tokens import PrefixedRotary, PromptedEmbed
-from llmq.errors import UsageError
-from llmq.files.source import ModelSource, Values, uniform_block
+from llmq.files.source import Values
 from llmq.files.tensor_files import FILE_DTYPES, Stored
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Part, Row
 
@@ -46,7 +44,14 @@ class VirtualTokens(Method):
 
     name: ClassVar[str]  # the method's, in checkpoints
     kind: ClassVar[str]  # what is trained
+    option: ClassVar[str]  # which says how many
     unmergeable = "virtual tokens, which are a part of no weight"
+
+    @classmethod
+    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> VirtualTokens | None:
+        """As many as the option says."""
+        count = getattr(options, cls.option)
+        return None if count is None else cls(count, base=options.base_dtype)
 
     @classmethod
     def of_peft(
@@ -75,16 +80,8 @@ class VirtualTokens(Method):
 
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """The rows of virtual tokens, side by side."""
-        return AdapterFile([row for row in rows if row.file == FILE], self.peft_config(config), _side_by_side)
-
-    def columns(self, config: ModelConfig) -> Mapping[str, tuple[str, slice]]:
-        """Of the one tensor."""
-        found, start = {}, 0
-        layers = [Row(str(n), (), (), "", decay=False, layer=n) for n in range(config.num_layers)]
-        for row in (row for row in self.with_own(layers, config) if row.parts):
-            found[row.parts[0].name] = TENSOR, slice(start, start + row.shape[1])
-            start += row.shape[1]
-        return found
+        own, about = [row for row in rows if row.file == FILE], self.peft_config(config)
+        return AdapterFile(own, about, lambda tensors: {TENSOR: np.concatenate([*tensors.values()], axis=1)})
 
     def peft_config(self, config: ModelConfig) -> About:
         """What PEFT's configs of both have."""
@@ -100,29 +97,9 @@ class VirtualTokens(Method):
 class Prompt(VirtualTokens):
     """Their embeddings (N,C)."""
 
-    name = "prompt"
+    name, option = "prompt", "prompt_tuning"
     kind = "Embeddings"
     peft_types: ClassVar[tuple[str, ...]] = ("PROMPT_TUNING", "P_TUNING")
-
-    @classmethod
-    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Prompt | None:
-        """The prompt of --prompt-tuning."""
-        return None if options.prompt_tuning is None else cls(options.prompt_tuning, base=options.base_dtype)
-
-    def first_values(self, options: AdapterOptions, source: ModelSource, model: Values, seed: int) -> Values:
-        """As in PEFT drawn, or the embeddings of tokens. UsageError."""
-        drawn = super().first_values(options, source, model, seed)
-        if options.prompt_init_text is None and options.prompt_init != "sample_vocab":
-            return drawn
-
-        def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-            for row, value in drawn(rows):
-                if row.name == PROMPT_ROW:
-                    ((_, every),) = model(parameter_rows(source.config)[:1])
-                    value = every[_prompt_tokens(options, source, self.num_virtual, seed)].astype(np.float32)
-                yield row, value
-
-        return values
 
     def embed(self, base: Embed, config: ModelConfig) -> PromptedEmbed:
         """The embedding, with the virtual tokens' in place of those of their positions."""
@@ -148,14 +125,9 @@ class Prompt(VirtualTokens):
 class Prefix(VirtualTokens):
     """Their keys and values in every layer (N,2*Hkv*Hd)."""
 
-    name = "prefix"
+    name, option = "prefix", "prefix_tuning"
     kind = "Keys and values in every layer"
     peft_types: ClassVar[tuple[str, ...]] = ("PREFIX_TUNING",)
-
-    @classmethod
-    def of_options(cls, options: AdapterOptions, config: ModelConfig, steps: int) -> Prefix | None:
-        """The prefix of --prefix-tuning."""
-        return None if options.prefix_tuning is None else cls(options.prefix_tuning, base=options.base_dtype)
 
     def rotary(self, base: Rotary) -> PrefixedRotary:
         """Keys and values, with the virtual tokens' in place of those of their positions."""
@@ -173,6 +145,12 @@ class Prefix(VirtualTokens):
             found.append(row)
         return found
 
+    def columns(self, config: ModelConfig) -> Mapping[str, slice]:
+        """A layer's keys and values."""
+        width = prefix_width(config)
+        starts = {f"model.layers.{n}.attention.prefix": n * width for n in range(config.num_layers)}
+        return {name: slice(start, start + width) for name, start in starts.items()}
+
     def width(self, config: ModelConfig) -> int:
         """Keys and values of all layers."""
         return config.num_layers * prefix_width(config)
@@ -188,28 +166,3 @@ class Prefix(VirtualTokens):
 def prefix_width(config: ModelConfig) -> int:
     """Channels of a virtual token's keys and values in a layer."""
     return 2 * config.num_kv_heads * config.head_dim
-
-
-def _prompt_tokens(options: AdapterOptions, source: ModelSource, count: int, seed: int) -> list[int]:
-    """The tokens that a prompt begins as: those of a text, repeated or cut, or drawn. UsageError."""
-    vocab_size, text = source.config.vocab_size, options.prompt_init_text
-    if text is None:
-        drawn = (uniform_block(seed, PROMPT_ROW, 0, count).astype(np.float64) + 1) / 2 * vocab_size
-        return drawn.astype(int).tolist()
-    folder = source.tokenizer_folder or source.preset_tokenizer
-    if folder is None:
-        raise UsageError(f"--prompt-init-text {text!r} needs a tokenizer, and {source.name} has none: add --tokenizer")
-    from llmq.data.tokens.tokenizer import TextTokenizer  # a sixth of a second, for a plan that seldom needs it
-
-    tokenizer = TextTokenizer.open(str(folder))
-    ids = [*tokenizer.begin_ids, *tokenizer.encoder.encode(text, add_special_tokens=False).ids]
-    if not ids or max(ids) >= vocab_size:
-        raise UsageError(f"--prompt-init-text {text!r} has no tokens of the model's vocabulary: give another text")
-    return [ids[place % len(ids)] for place in range(count)]
-
-
-def _side_by_side(rows: Sequence[Row], read: Read) -> tuple[Sequence[Row], Read]:
-    """One row of all, and what reads it."""
-    shape = (rows[0].shape[0], sum(row.shape[1] for row in rows))
-    whole = Row("virtual tokens", shape, (Part(TENSOR, 0, shape[0]),), rows[0].init, decay=True)
-    return [whole], lambda _: np.concatenate([read(row) for row in rows], axis=1)

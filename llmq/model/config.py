@@ -17,8 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError
-from llmq.model.config_keys import ROPE_KEYS, TORCH_NAMES, RopeConfig
-from llmq.model.families import FAMILIES, Family
+from llmq.model.families import FAMILIES, ROPE_KEYS, TORCH_NAMES, Family, RopeConfig
 
 
 @dataclass(frozen=True)

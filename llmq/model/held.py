@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
 from llmq.errors import UsageError
 from llmq.few_bits import NESTED_BLOCK, NF4_BLOCK
-from llmq.hardware.cores import num_cores
+from llmq.hardware.cores import in_threads
 from llmq.operands import Output, Tensor
 from llmq.ops import reference
 from llmq.ops.reference.quantize import reader
@@ -59,7 +58,6 @@ class Repeated:
         return value if dtype is None else value.astype(dtype, copy=False)
 
 
-Made = TypeVar("Made")
 Values = np.ndarray | Repeated
 Work = Callable[[int, Tensor], None]  # of the rows from the given one on
 SLICE_BYTES = 2**25  # of a slice in f32 on a GPU, if that is at least 128 rows
@@ -99,7 +97,7 @@ class HostRoom:
             part = np.asarray(values[start : start + BLOCK])
             work(start, Tensor("value", part, part.shape))
 
-        _of_slices(len(values), of_slice)
+        in_threads(of_slice, range(0, len(values), BLOCK))
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """Memory of its own."""
@@ -111,11 +109,6 @@ def is_layer_weight(row: Row) -> bool:
     return row.layer is not None and row.site is not None and len(row.shape) == 2 and row.file == "model"
 
 
-def held_form(base: str, row: Row, *, single: bool = False) -> Form:
-    """The form of a frozen weight for --base-dtype; of e4m3 with a `single` scale or one for each tile. UsageError."""
-    return HELD_FORMS[base](row, single)
-
-
 def _nf4(row: Row, single: bool) -> Form:
     sizes = {part.name: (part.stop - part.start) * row.shape[1] for part in row.parts}
     if odd := [f"{name} has {size}" for name, size in sizes.items() if size % NF4_BLOCK]:
@@ -124,6 +117,7 @@ def _nf4(row: Row, single: bool) -> Form:
     return Form("nf4", "row", f"nested{math.gcd(NESTED_BLOCK, *borders)}")
 
 
+# The form of a frozen weight for --base-dtype; of e4m3 with a single scale or one for each tile. UsageError.
 # int8 has one scale for a row, as LLM.int8() (Dettmers et al., 2022)
 HELD_FORMS: dict[str, Callable[[Row, bool], Form]] = {
     "e4m3": lambda row, single: Form("e4m3", "row", "current" if single else "tilewise"),
@@ -215,7 +209,7 @@ def held_value(copy: Tensor, dtype: str) -> np.ndarray:
     def of_slice(start: int) -> None:
         value[start : start + BLOCK] = read(start)
 
-    _of_slices(len(value), of_slice)
+    in_threads(of_slice, range(0, len(value), BLOCK))
     return value
 
 
@@ -243,19 +237,10 @@ class HeldBase:
         """What the run reads of a row of the model, of any float dtype; in fp32 that is the value."""
         if self.base is None or not self.is_quantized or not is_layer_weight(row):
             return value if self.dtype == "fp32" else value.astype(DTYPES[self.dtype], copy=False)
-        form = held_form(self.base, row, single=row.name in self.single)
+        form = HELD_FORMS[self.base](row, row.name in self.single)
         ref = Ref(row.name, "weight", row.shape, self.dtype, row.layer, form=form)
         numbers, scale = held_copy(ref, value, [part.stop for part in row.parts])
         return held_value(Tensor(row.name, numbers, row.shape, form, scale), self.dtype)
 
 
 AS_IT_IS = HeldBase()
-
-
-def _of_slices(num_rows: int, work: Callable[[int], Made]) -> list[Made]:
-    """What `work` makes of each slice of matrix rows, by its first row."""
-    starts = range(0, num_rows, BLOCK)
-    if len(starts) == 1:
-        return [work(0)]
-    with ThreadPoolExecutor(min(len(starts), num_cores())) as pool:
-        return list(pool.map(work, starts))

@@ -17,7 +17,6 @@ SHAPE = (  # with --adapter, the folder says it
     *OF_BUDGET,
 )
 OF_LORA = (*(key for key in SHAPE if key != "train_also"), "lora_dropout", "lora_plus_ratio")
-OF_PROMPTS = ("prompt_init", "prompt_init_text")
 ADAPTERS = ("lora_rank", "adapter")
 OF_TOKENS = "{own} trains virtual tokens alone, and {other} is of another method: leave one of them out"
 RIVALS = (  # a method, what cannot be given beside it, and the message
@@ -132,15 +131,6 @@ class AdapterOptions(Section):
     prompt_tuning: Positive | None = option(
         None, "Train embeddings of N virtual tokens before documents (prompt tuning); they count in --seq-len."
     )
-    prompt_init: Literal["random", "sample_vocab"] | None = option(
-        lambda data: "random" if data.get("prompt_tuning") is not None else None,
-        "What a prompt begins as: drawn with deviation 1, or the embeddings of random tokens.",
-        "prompt_tuning_init",
-        shown="random",
-    )
-    prompt_init_text: Text | None = option(
-        None, "Text that a prompt begins as, repeated or cut to fit; replaces --prompt-init.", "prompt_tuning_init_text"
-    )
     prefix_tuning: Positive | None = option(
         None, "Train keys and values of virtual tokens in every layer (prefix tuning, P-tuning v2)."
     )
@@ -152,8 +142,6 @@ class AdapterOptions(Section):
         for own, others, words in RIVALS:
             if getattr(self, own) is not None and (given := self.given(others)):
                 yield words.format(own=self.written(own), other=flag(given[0]))
-        if self.prompt_tuning is None and (given := self.given(OF_PROMPTS)):
-            yield f"{self.written(given[0])} is for prompts: add --prompt-tuning"
         if not self.given(("prompt_tuning", "prefix_tuning", "ia3")):
             yield from self._of_low_rank()
 

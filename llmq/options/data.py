@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: pydantic would compile every annotation from text, a tenth of --help's time.
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -164,22 +164,15 @@ class SourceOptions(Section):
             part = f"--eval-fraction {self.eval_fraction:g} of a stream"
             yield f"{part} is not known ahead: leave it out, for the validation split, or set it to 0"
 
-    def beside(
-        self,
-        train_file: Sequence[str] | None,
-        eval_file: Sequence[str] | None,
-        weight: Sequence[float] | None,
-        *,
-        plans_only: bool,
-    ) -> Iterator[str]:
+    def beside(self, files: DataOptions, *, plans_only: bool) -> Iterator[str]:
         """Contradictions with the options that name token files, and their weights. A plan needs no data."""
-        if train_file is None and self.data is None and not plans_only:
+        if files.train_file is None and self.data is None and not plans_only:
             yield "--train-file is needed: token files; or --data: text or rows; --dry-run plans without data"
-        for key, files in (("train_file", train_file), ("eval_file", eval_file)):
-            if self.data is not None and files is not None:
-                given, named = ", ".join(files), ", ".join(self.data)
-                yield f"{flag(key)} {given} and --data {named} both say what the data is: give one of them"
-        key, names = ("data", self.data) if self.data is not None else ("train_file", train_file)
+        for key in files.given(("train_file", "eval_file")) if self.data is not None else ():
+            given, named = ", ".join(getattr(files, key)), ", ".join(self.data or ())
+            yield f"{flag(key)} {given} and --data {named} both say what the data is: give one of them"
+        key, names = ("data", self.data) if self.data is not None else ("train_file", files.train_file)
+        weight = files.weight
         if weight is not None and names is not None and len(weight) != len(names):
             yield f"--weight is given {len(weight)} times and {flag(key)} {len(names)} times: give one weight for each"
         if weight is not None and self.streaming:

@@ -20,6 +20,7 @@ LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
 # these have others in their place, unless they are set to what asks for nothing: false, or what is the default here.
 DEFAULT_HERE = {"bf16": True}
 _NO_LISA = "LISA is no longer there: use --lora-rank 16, or --train-only 'layers.2[0-3],norm' for some of the layers"
+_NO_PROMPT_INIT = "prompts begin as drawn; continue one that PEFT made, such as of a text, with --adapter"
 _SHARED = "use --zero-level 3, which shares out weights, gradients and states, or 2, which keeps weights whole"
 INSTEAD = {
     "bf16": "use --model-dtype fp32; bf16 is the default",
@@ -32,6 +33,7 @@ INSTEAD = {
     **dict.fromkeys(("deepspeed", "deepspeed_config"), f"{_SHARED}; --offload-optimizer keeps states in host memory"),
     **dict.fromkeys(("nodes", "nnodes"), "start llmq-launch --nnodes {value} on each machine"),
     **dict.fromkeys(("lisa", "lisa_activated_layers", "lisa_interval", "lisa_interval_steps"), _NO_LISA),
+    **dict.fromkeys(("prompt_init", "prompt_init_text", "prompt_tuning_init"), _NO_PROMPT_INIT),
     "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
     "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",
 }

@@ -285,25 +285,25 @@ class ScheduleOptions(Section):
 OF_RULE = {"adamw": ("beta_1", "beta_2", "adam_epsilon"), "sgd": ("momentum", "nesterov")}
 
 
-def _of_adamw(default: float, description: str, *aliases: str, **limits: Any) -> Any:
-    """An option that other optimizers lack."""
-    return option(
-        lambda data: default if data.get("optimizer") == "adamw" else None,
-        description,
-        *aliases,
-        shown=f"{default:g}",
-        **limits,
-    )
+def _with(optimizer: str, value: float) -> Any:
+    """The default of an option that other optimizers lack."""
+    return lambda data: value if data.get("optimizer") == optimizer else None
 
 
 class OptimizerOptions(Section):
     title = "Optimizer"
     optimizer: Literal["adamw", "sgd"] = option("adamw", "Rule of updates: AdamW, or SGD as in PyTorch.")
-    beta_1: Share | None = _of_adamw(0.9, "AdamW: decay rate of the first moment.", "adam_beta1")
-    beta_2: Share | None = _of_adamw(0.95, "AdamW: decay rate of the second moment.", "adam_beta2")
-    adam_epsilon: Float | None = _of_adamw(1e-8, "AdamW: constant added to the root of the second moment.", gt=0)
+    beta_1: Share | None = option(
+        _with("adamw", 0.9), "AdamW: decay rate of the first moment.", "adam_beta1", shown="0.9"
+    )
+    beta_2: Share | None = option(
+        _with("adamw", 0.95), "AdamW: decay rate of the second moment.", "adam_beta2", shown="0.95"
+    )
+    adam_epsilon: Float | None = option(
+        _with("adamw", 1e-8), "AdamW: constant added to the root of the second moment.", shown="1e-08", gt=0
+    )
     momentum: Share | None = option(
-        lambda data: 0.0 if data.get("optimizer") == "sgd" else None,
+        _with("sgd", 0.0),
         "SGD: factor of the sum of past gradients in each new one; 0 keeps no such sum.",
         shown="0 with sgd",
     )

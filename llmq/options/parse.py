@@ -72,14 +72,9 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     data, source, system, run = (sections[name] for name in ("data", "source", "system", "run"))
     if data and source:
         plans_only = run is not None and run.dry_run
-        yield from source.beside(data.train_file, data.eval_file, data.weight, plans_only=plans_only)
+        yield from source.beside(data, plans_only=plans_only)
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
-
-
-def _name_of(model: str) -> str:
-    """Default name of a run: the last part of the model's name, so that the same command finds its checkpoints."""
-    return re.sub(r"[\\%\x00-\x1f]", "_", os.path.basename(os.path.abspath(model))) or "model"
 
 
 @dataclass(frozen=True)
@@ -198,7 +193,8 @@ def _read(given: Mapping[str, Any], errors: list[str]) -> tuple[dict[str, Any], 
 
 def _with_name(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The sections with the run's name in place of %n. UsageError for outputs that cannot be, or are at one place."""
-    name = sections["log"].name or _name_of(sections["model"].model)
+    of_model = os.path.basename(os.path.abspath(sections["model"].model))  # so the same command finds its checkpoints
+    name = sections["log"].name or re.sub(r"[\\%\x00-\x1f]", "_", of_model) or "model"
     found = {**sections, "log": sections["log"].model_copy(update={"name": name})}
     outputs = []
     for section, key in PATHS_WITH_NAME:
@@ -221,16 +217,14 @@ def minimal(options: Options) -> dict[str, Any]:
     values = {**options.to_flat(), **options.templates}
     found = {key: values[key] for key in NEEDED if values[key] is not None}
     found |= {"dry_run": True} if values["dry_run"] else {}  # which needs less
-    while unlike := _unlike(values, found):  # each option may move the defaults of others
+    while True:  # each option may move the defaults of others
+        plain = Options.parse(found)
+        now = {**plain.to_flat(), **plain.templates}
+        done = {*found, "continue", "reset"}
+        unlike = {key: value for key, value in values.items() if key not in done and value not in (None, now[key])}
+        if not unlike:
+            return found
         found |= unlike
-    return found
-
-
-def _unlike(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of these values is missing beside those that are `given`."""
-    plain = Options.parse(given)
-    now = {**plain.to_flat(), **plain.templates}
-    return {k: v for k, v in values.items() if k not in (*given, "continue", "reset") and v is not None and v != now[k]}
 
 
 def continue_command(options: Options, start: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from llmq.blocks.mlp import Mlp, Tiled
 from llmq.blocks.packed import PackedCore
 from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
-from llmq.model.held import HELD_FORMS, held_form, is_layer_weight
+from llmq.model.held import HELD_FORMS, is_layer_weight
 from llmq.model.parameters import HEAD, fitted_rows, padded_vocab
 from llmq.plan.spec import Spec
 from llmq.protocols import Core, Site
@@ -58,7 +58,7 @@ def _stored(spec: Spec, row: Row) -> Row:
         return row
     # Where fp8 sites read one scale for the whole, they read the held bytes of fp8 directly.
     single = p.dtype(row.site or "") == "e4m3" and p.scaling in ("delayed", "current")
-    return replace(row, stored=held_form(base, row, single=single))
+    return replace(row, stored=HELD_FORMS[base](row, single))
 
 
 def build_model(spec: Spec) -> Model:

@@ -253,7 +253,7 @@ def _ready(
         device=start.device,
         backend=backend,
         source=source,
-        values=adapters.first_values(options.adapters, plan.spec.adapters, source, start.values, start.seed),
+        values=adapters.first_values(options.adapters, plan.spec.adapters, source.config, start.values),
         earlier=start.earlier,
         data=trains.data,
         schedule=trains.schedule,

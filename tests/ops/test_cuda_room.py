@@ -7,7 +7,7 @@ import pytest
 
 from llmq.backends import cuda_room
 from llmq.model import held
-from llmq.model.held import HELD_FORMS, HostRoom, Repeated, held_form, hold, room_bytes, single_scale
+from llmq.model.held import HELD_FORMS, HostRoom, Repeated, hold, room_bytes, single_scale
 from llmq.operands import Tensor
 from llmq.row import Part, Row
 from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_shape
@@ -68,7 +68,7 @@ def test_copies_are_those_of_the_host(rooms, width, base, source):
     row, dtype, values = row_of(width), "bf16", values_of(width, source)
     form = Form("e4m3", "row", "powers")
     if base != "masters":
-        form = held_form(base.split()[0], row, single="single" in base)
+        form = HELD_FORMS[base.split()[0]](row, "single" in base)
     borders = tuple(part.stop for part in row.parts)
     right, device = empty(row.shape, form), Device()
     copy = empty(row.shape, form)

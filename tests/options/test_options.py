@@ -50,9 +50,9 @@ def test_adapters_have_defaults_of_their_own():
     assert said == [8, 0, 0, 5, 0.85, 0.5] and flat["lora_init"] is None
     flat = parse(ia3="k_proj").to_flat()
     assert (flat["learning_rate"], flat["master_dtype"], flat["lora_targets"]) == (3e-3, "fp32", None)
-    for method, init in (("prompt_tuning", "random"), ("prefix_tuning", None)):
+    for method in ("prompt_tuning", "prefix_tuning"):
         flat = parse(**{method: 20}).to_flat()
-        assert (flat["learning_rate"], flat["master_dtype"], flat["prompt_init"]) == (2e-4, "fp32", init)
+        assert (flat["learning_rate"], flat["master_dtype"]) == (2e-4, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,6 @@ def test_adapters_have_defaults_of_their_own():
         ({"prompt_tuning": 9, "adapter": "a"}, "--prompt-tuning 9 trains virtual tokens alone, and --adapter is"),
         ({"prompt_tuning": 9, "ia3": "mlp"}, "--prompt-tuning 9 trains virtual tokens alone, and --ia3 is of another"),
         ({"prefix_tuning": 9, "train_also": "norm"}, "--prefix-tuning 9 trains virtual tokens alone, and --train-also"),
-        ({"prefix_tuning": 9, "prompt_init_text": "so"}, "--prompt-init-text so is for prompts: add --prompt-tuning"),
-        ({"prompt_init": "random"}, "--prompt-init random is for prompts: add --prompt-tuning"),
         ({"prefix_tuning": 0}, "--prefix-tuning 0 is below the least value"),
         ({"dora": True}, "--dora is for adapters: add --lora-rank"),
         ({"train_also": "lm_head"}, "--train-also lm_head is for adapters: add --lora-rank"),

@@ -74,7 +74,7 @@ VALUES = {  # unlike the default, and what the runs above have
     "lora_alpha_pattern": "mlp=1", "adalora_target_rank": 1, "adalora_warmup": 1, "adalora_final": 1,
     "adalora_interval": 1, "adalora_beta1": 0.5, "adalora_beta2": 0.5, "adalora_orth_reg": 0.1,
     "lora_plus_ratio": 4.0, "train_also": "lm_head", "adapter": "adapter",
-    "ia3": "k_proj,down_proj", "prompt_tuning": 3, "prompt_init_text": "king", "prefix_tuning": 3,
+    "ia3": "k_proj,down_proj", "prompt_tuning": 3, "prefix_tuning": 3,
     "train_only": "*.bias", "bf16_layers": "layers.0", "fp8_layers": "layers.1",
     "log_fp8_every": 1, "fit_may": "states", "lmhead_chunks": 4, "seq_tiles": 2, "attn_bwd_chunks": 2,
     "zero_level": 3, "steps": 4, "epochs": 0.5, "learning_rate": 2e-2, "warmup": 2, "warmup_ratio": 0.5,

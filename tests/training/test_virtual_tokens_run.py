@@ -1,26 +1,18 @@
 """Runs of --prompt-tuning and --prefix-tuning: what is trained, logged, saved, exported, written, and refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from small_tokenizers import EOS, byte_level, save
-from tiny_runs import folder, on_weights
+from tiny_runs import on_weights
 
 import llmq
-from llmq.adapters.resolve import first_values, resolve
 from llmq.data.tokens.token_file import TokenWriter
-from llmq.errors import UsageError
-from llmq.files.source import open_parameters, open_source
 from llmq.generation.prompts import Question
 from llmq.generation.text import Writer
-from llmq.model.parameters import parameter_rows
 from llmq.options.commands import GenerateOptions
-from llmq.options.data import ModelOptions
-from llmq.options.parse import Options
 from llmq.report.read import read_log
 
 COUNT, C, KV = 3, 48, 24
@@ -113,36 +105,3 @@ def test_samples_are_written_while_training(given, method):
     ]
     *_, last = [event for event in read_log(done.log_path).events if event["type"] == "samples"]
     assert [tuple(record["new_tokens"]) for record in last["samples"]] == written
-
-
-def test_a_prompt_begins_as_embeddings_of_random_tokens(given):
-    embedding = load_file("base/model.safetensors")["model.embed_tokens.weight"]
-    still = {"learning_rate": 0.0, "steps": 1, "prompt_tuning": 7}
-    drawn = llmq.train(**{**given, **still, "name": "drawn", "prompt_init": "sample_vocab"})
-    prompt = adapter_of(drawn.model_path)["prompt_embeddings"]
-    assert all((embedding == vector).all(axis=1).any() for vector in prompt) and len(np.unique(prompt, axis=0)) > 3
-
-
-def test_a_prompt_begins_as_a_text(tmp_path):
-    """Repeated, or cut to its length."""
-    tokenizer = byte_level()
-    own = save(tokenizer, tmp_path / "tokenizer", {"eos_token": EOS})
-    model = folder(tmp_path / "source", vocab_size=420)
-    bare = open_source(ModelOptions(model=str(model), from_scratch=True))
-    source = replace(bare, tokenizer_folder=own)
-    values = open_parameters(source, 0)
-    ids = tokenizer.encode("Aye 10 ships", add_special_tokens=False).ids
-    ((_, embedding),) = values(parameter_rows(source.config)[:1])
-
-    def prompt(count, of=source):
-        options = Options.parse(
-            {"model": str(model), "train_file": "a", "prompt_tuning": count, "prompt_init_text": "Aye 10 ships"}
-        ).adapters
-        low_rank = resolve(options, source.config)
-        rows = low_rank.rows(parameter_rows(source.config), source.config)
-        return {row.name: value for row, value in first_values(options, low_rank, of, values, 0)(rows)}["embed.prompt"]
-
-    for count in (2, len(ids), 2 * len(ids) + 1):
-        np.testing.assert_array_equal(prompt(count), embedding[(ids * 3)[:count]])
-    with pytest.raises(UsageError, match=r"--prompt-init-text 'Aye 10 ships' needs a tokenizer, and .* has none"):
-        prompt(3, bare)

@@ -81,7 +81,7 @@ COMMAND_LINES = {
 --memory-limit 0GiB | --memory-limit 0GiB: give a size above 0
 --lora-rank 4 --lora-alpha-pattern q_proj=nan | --lora-alpha-pattern q_proj=nan: write
 --lora-rank 4 --lora-rank-pattern nothing=3 | --lora-rank-pattern nothing: no linear map
---lora-rank 4 --train-also nothing | --train-also nothing: no module of the model
+--lora-rank 4 --train-also nothing | --train-also nothing: nothing in the model has
 --lora-rank 4 --adalora --adalora-target-rank 9 | --adalora-target-rank 9 is not below
 --lora-rank 999999 | --lora-rank 999999 is larger than
 --merge | --merge is for adapters: add --lora-rank
@@ -89,7 +89,7 @@ COMMAND_LINES = {
 --lisa 2 | LISA is no longer there: use --lora-rank 16
 --prompt-tuning 16 | --seq-len 16 counts the 16 virtual tokens
 --prompt-tuning 2 --merge | --merge adds adapters to weights
---train-only nothing | --train-only nothing: no parameter of the
+--train-only nothing | --train-only nothing: nothing in the model
 --out-dir x --checkpoint-dir x | --checkpoint-dir and --out-dir are both x
 --sample-prompts prompts.txt --eval-every-n-steps 0 | --sample-prompts prompts.txt shows
 --sample-prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
