@@ -100,43 +100,22 @@ class Rowwise(Scaling):
         return scale[start : start + count]
 
 
-class Blockwise(Rowwise):
-    """(K / 128, R), rounded up: one for 128 numbers of a stored row."""
-
-    is_repeated = True
-    is_tiled = False
-
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return (-(-columns // BLOCK), rows)
-
-    def amax(self, size: np.ndarray) -> np.ndarray:
-        return _blocks(size).T
-
-    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return np.repeat(scale.T, BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
-
-    def of_rows(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
-        return None
-
-    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
-        return None if start % BLOCK else scale[start // BLOCK : -(-(start + count) // BLOCK)]
-
-
 class Blocks(Rowwise):
-    """(R, K / 128), rounded up: one for 128 numbers of a stored row, row by row, so that rows and their scales are cut
-    together: shares of ranks, and pieces that come from the host, are whole."""
+    """(R, K / width), rounded up: one for `width` numbers of a stored row, row by row, so that rows are cut with their
+    scales: shares of ranks, and pieces that come from the host, are whole."""
 
     is_repeated = True
     is_of_states = True
+    width = BLOCK
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return (rows, -(-columns // BLOCK))
+        return (rows, -(-columns // self.width))
 
     def amax(self, size: np.ndarray) -> np.ndarray:
-        return _blocks(size)
+        return np.maximum.reduceat(size, np.arange(0, size.shape[1], self.width), axis=1)
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return np.repeat(scale, BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
+        return np.repeat(scale, self.width, axis=1)[:, : shape[-1]].reshape(shape)
 
     def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
         return None
@@ -151,17 +130,39 @@ class Powers(Blocks):
         return ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
 
 
-class Tilewise(Blockwise):
+class Blockwise(Blocks):
+    """(K / 128, R), rounded up: those of blocks as a matmul reads them, transposed."""
+
+    is_tiled = False
+    is_of_states = False
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return super().shape(rows, columns)[::-1]
+
+    def amax(self, size: np.ndarray) -> np.ndarray:
+        return super().amax(size).T
+
+    def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        return super().spread(scale.T, shape)
+
+    def of_rows(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return None
+
+    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+        return _of_blocks(scale, start, count)
+
+
+class Tilewise(Blocks):
     """(R / 128, K / 128), rounded up, the last one to a multiple of 4: one for 128 x 128 numbers."""
 
+    is_of_states = False
     turns = True
-    is_tiled = True
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         return (-(-rows // BLOCK), -(-columns // (4 * BLOCK)) * 4)
 
     def amax(self, size: np.ndarray) -> np.ndarray:
-        found = np.maximum.reduceat(_blocks(size), np.arange(0, size.shape[0], BLOCK), axis=0)
+        found = np.maximum.reduceat(super().amax(size), np.arange(0, size.shape[0], BLOCK), axis=0)
         return np.pad(found, ((0, 0), (0, -found.shape[1] % 4)))
 
     def turned(self, scale: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -169,31 +170,22 @@ class Tilewise(Blockwise):
         return np.pad(tiles, ((0, 0), (0, -tiles.shape[1] % 4)), constant_values=1)  # as of amax 0
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        rows = math.prod(shape[:-1])
-        return super().spread(np.repeat(scale, BLOCK, axis=0)[:rows].T, shape)
+        return super().spread(np.repeat(scale, BLOCK, axis=0)[: math.prod(shape[:-1])], shape)
 
     def of_rows(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
-        return None if start % BLOCK else scale[start // BLOCK : -(-(start + count) // BLOCK)]
-
-    def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
-        return None
+        return _of_blocks(scale, start, count)
 
 
-class Exponents(Rowwise):
-    """(R, K / 32), rounded up, uint8: for 32 numbers of a stored row the power of two 2^(e - 127), 255 for NaN (e8m0).
+class Exponents(Blocks):
+    """Blocks of 32, uint8: for each the power of two 2^(e - 127), 255 for NaN (e8m0).
 
     It is that of the block's largest magnitude, over that of the format's largest number.
     """
 
     dtype = "uint8"
-    is_repeated = True
     is_tiled = False
-
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        return (rows, -(-columns // MX_BLOCK))
-
-    def amax(self, size: np.ndarray) -> np.ndarray:
-        return np.maximum.reduceat(size, np.arange(0, size.shape[1], MX_BLOCK), axis=1)
+    is_of_states = False
+    width = MX_BLOCK
 
     def made(self, amax: np.ndarray, limit: float) -> np.ndarray:
         largest = math.frexp(limit)[1]
@@ -201,10 +193,8 @@ class Exponents(Rowwise):
         return np.where(amax > 0, np.where(np.isfinite(amax), exponents, 255), 0).astype(np.uint8)
 
     def spread(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        powers = np.where(
-            scale == 255, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(scale, 254).astype(np.int32) - 127)
-        )
-        return np.repeat(powers, MX_BLOCK, axis=1)[:, : shape[-1]].reshape(shape)
+        powers = np.ldexp(np.float32(1), np.minimum(scale, 254).astype(np.int32) - 127)
+        return super().spread(np.where(scale == 255, np.float32(np.nan), powers), shape)
 
     def inverse(self, scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         return np.float32(1) / self.spread(scale, shape)
@@ -300,6 +290,6 @@ def scale_from(amax: np.ndarray, limit: np.ndarray | np.float32, otherwise: np.n
     return np.where((amax > 0) & np.isfinite(amax), np.maximum(amax / limit, SMALLEST), otherwise)
 
 
-def _blocks(size: np.ndarray) -> np.ndarray:
-    """(R, K / 128): the largest of each 128 numbers of a row."""
-    return np.maximum.reduceat(size, np.arange(0, size.shape[1], BLOCK), axis=1)
+def _of_blocks(scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
+    """Of scales whose first axis is of blocks, those of numbers [start, start + count); None inside a block."""
+    return None if start % BLOCK else scale[start // BLOCK : -(-(start + count) // BLOCK)]

@@ -67,7 +67,7 @@ OWNERS = {
     "PrecisionOptions": "llmq.plan.precision",
     "MemoryOptions": "llmq.plan.memory",
     "ScheduleOptions": "llmq.training.schedule",
-    "ShardingOptions": "llmq.plan.sharding",
+    "ShardingOptions": "llmq.plan.levels",
     "OptimizerOptions": "llmq.model.optimizer",
     "RegularizationOptions": "llmq.plan.spec",
     "LogOptions": "llmq.training.log",

@@ -38,7 +38,7 @@ from llmq.hardware import device
 from llmq.hardware.cores import cores_of_ranks, use_blas_threads
 from llmq.hardware.device import Device
 from llmq.options.commands import BenchOptions
-from llmq.plan import sharding
+from llmq.plan import levels
 from llmq.plan.plan import Plan
 from llmq.screen import Report, Screen, unreported
 
@@ -81,7 +81,7 @@ def run(request: BenchOptions, training: Mapping[str, Any], command: str) -> Non
         run_on(request, training, command, where, ALONE)
         return
     where = device.use(where, partial(gpu_index, place))
-    world = join_world(place, where, sharding.copying(common.sharding))
+    world = join_world(place, where, levels.copying(common.sharding))
     try:
         run_on(request, training, command, where, world)
     finally:

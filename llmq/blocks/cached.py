@@ -74,26 +74,19 @@ class CachedCore:
         raise NotImplementedError("generation has no backward pass")
 
 
-class Sampler:
+class Sampler(LogitsReader):
     """The next token of each sequence, and its position, in place of the last."""
 
     def __init__(self, vocab_size: int, sampling: Sampling) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, **sampling.numbers}
-
-    def slots(self, logits: Slot) -> tuple[Slot, ...]:
-        """No intermediates."""
-        return ()
 
     def forward(self, ops: Ops, at: Chunk) -> None:
         """The batch's tokens and positions <- at.a.logits and they themselves."""
         batch = at.a.batch
         ops.sample(batch.tokens, batch.positions, at.a.logits, batch.positions, batch.samples, **self.numbers)
 
-    def total(self, ops: Ops, a: Slots) -> None:
-        """Nothing more."""
 
-
-class Penalized:
+class Penalized(LogitsReader):
     """Another sampler, from logits that are lower for tokens that a sequence has."""
 
     def __init__(self, sampler: LogitsReader, penalty: float) -> None:
@@ -109,12 +102,8 @@ class Penalized:
         ops.penalize(at.a.penalized, batch.seen, at.a.logits, batch.seen, batch.tokens, penalty=self.penalty)
         self.sampler.forward(ops, replace(at, a=at.a.renamed({"logits": "penalized"})))
 
-    def total(self, ops: Ops, a: Slots) -> None:
-        """That of the sampler."""
-        self.sampler.total(ops, a)
 
-
-class Scored:
+class Scored(LogitsReader):
     """Another sampler, and -log p of the token that it takes: by the logits themselves, without penalty or cuts."""
 
     def __init__(self, sampler: LogitsReader, vocab_size: int) -> None:
@@ -132,10 +121,6 @@ class Scored:
         ops.cross_entropy(
             d_logits, batch.loss, logits, batch.tokens.flat(*rows), vocab_size=self.vocab_size, z_loss=0.0
         )
-
-    def total(self, ops: Ops, a: Slots) -> None:
-        """That of the sampler."""
-        self.sampler.total(ops, a)
 
 
 class TokenHead(Head):

@@ -6,7 +6,7 @@ changes logits before any of these is a reader around it, with slots of its own.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Ref, Slot
@@ -26,28 +26,26 @@ class Chunk:
         return ref.flat(self.start, self.count)
 
 
-class LogitsReader(Protocol):
+class LogitsReader:
     """What is made of logits."""
 
     def slots(self, logits: Slot) -> tuple[Slot, ...]:
-        """Intermediates of a chunk with these logits."""
+        """Intermediates of a chunk with these logits: none."""
+        return ()
 
     def forward(self, ops: Ops, at: Chunk) -> None:
         """What it leaves of a chunk, and at.d.logits, <- at.a.logits."""
+        raise NotImplementedError
 
     def total(self, ops: Ops, a: Slots) -> None:
-        """What it leaves of the batch."""
+        """What it leaves of the batch: nothing more."""
 
 
-class CrossEntropy:
+class CrossEntropy(LogitsReader):
     """The loss -log p of the targets, and `z_loss` times the squared log-partition. a.loss (B,T) per token."""
 
     def __init__(self, vocab_size: int, z_loss: float) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
-
-    def slots(self, logits: Slot) -> tuple[Slot, ...]:
-        """No intermediates."""
-        return ()
 
     def forward(self, ops: Ops, at: Chunk) -> None:
         """at.d.logits, the tokens' losses <- at.a.logits, targets."""

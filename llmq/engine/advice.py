@@ -132,7 +132,7 @@ def shortage(
 def advice(plan: Plan, room: Limits) -> list[str]:
     """The best remedies, in lines."""
     if "update" not in plan.programs:
-        return ["Use a smaller --batch-size, --max-tokens or --max-length"]
+        return ["Use a smaller --batch-size, --samples, --max-tokens or --max-length, or --dtype bf16"]
     found = remedies(plan, room)
     if not found:
         adapter = "" if plan.spec.freezes else "an adapter or "

@@ -16,7 +16,6 @@ from llmq.operands import Output, Tensor, scales_of_columns, scales_of_rows
 from llmq.ops.record import Call, Result
 from llmq.ops.seam import record
 from llmq.plan.names import own_scales, scale_cell, scale_ref, storage_name
-from llmq.plan.passes.place import Program
 from llmq.plan.plan import SCALE_STRIDE, Plan, Scratch, scratch_storage
 from llmq.screen import Report, unreported
 from llmq.tensor import Ref, stored_dtype, stored_shape
@@ -24,36 +23,28 @@ from llmq.tensor import Ref, stored_dtype, stored_shape
 UNWANTED = Output("unwanted", (), "fp32", ())
 
 
-def bind(
-    plan: Plan,
-    name: str,
-    memory: BackendMemory,
-    ops: Mapping[str, Op],
-    scratch_bytes: Scratch | None = None,
-    *,
-    poison: bool,
-) -> list[Launch]:
-    """The calls of a program, in order.
+class Binder:
+    """What a program of a plan is bound to."""
 
-    Calls that need scratch by `scratch_bytes` get that of their lane as `scratch`; None: ops make their own. With
-    `poison`, slots are filled with 0xFF bytes (NaN in every float format) before their first write and after their last
-    read.
-    """
-    binder = _Binder(plan, plan.programs[name], memory)
-    launches = []
-    for index, call in enumerate(binder.program.calls):
-        needs = scratch_bytes is not None and scratch_bytes(call) > 0
-        scratch = {"scratch": memory.array(scratch_storage(call.lane))} if needs else {}
-        launches.append(binder.launch(index, call, partial(ops[call.op], **scratch), poison))
-    return launches
-
-
-class _Binder:
-    def __init__(self, plan: Plan, program: Program, memory: BackendMemory) -> None:
-        self.program, self._memory = program, memory
+    def __init__(self, plan: Plan, name: str, memory: BackendMemory) -> None:
+        self.program, self._memory = plan.programs[name], memory
         self._cells = {cell: SCALE_STRIDE * index for index, cell in enumerate(plan.scales)}
 
-    def launch(self, index: int, call: Call, op: Op, poison: bool) -> Launch:
+    def launches(self, ops: Mapping[str, Op], scratch_bytes: Scratch | None, *, poison: bool) -> list[Launch]:
+        """The calls, in order.
+
+        Calls that need scratch by `scratch_bytes` get that of their lane as `scratch`; None: ops make their own. With
+        `poison`, slots are filled with 0xFF bytes (NaN in every float format) before their first write and after their
+        last read.
+        """
+        found = []
+        for index, call in enumerate(self.program.calls):
+            needs = scratch_bytes is not None and scratch_bytes(call) > 0
+            scratch = {"scratch": self._memory.array(scratch_storage(call.lane))} if needs else {}
+            found.append(self._launch(index, call, partial(ops[call.op], **scratch), poison))
+        return found
+
+    def _launch(self, index: int, call: Call, op: Op, poison: bool) -> Launch:
         """One call, with the slots that begin and end with it poisoned around it."""
         refs = [*(ref for ref in call.inputs if ref is not None), *call.written]
         has_columns = any(ref.width != ref.shape[-1] for ref in refs)
@@ -191,7 +182,7 @@ class BoundPlan:
 
     def _bound(self, name: str, ops: Mapping[str, Op], *, poison: bool = False) -> list[Launch]:
         scratch_bytes = self._backend.scratch_bytes if self._backend.takes_scratch else None
-        return bind(self.plan, name, self._memory, ops, scratch_bytes, poison=poison)
+        return Binder(self.plan, name, self._memory).launches(ops, scratch_bytes, poison=poison)
 
     def _has(self, ref: Ref) -> bool:
         """Whether any program reads or writes a tensor."""

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from llmq.adapters.method import Tracked
 from llmq.adapters.virtual_tokens import VIRTUAL
 from llmq.backends import Backend
 from llmq.engine.engine import Engine
 from llmq.engine.stored import StoredPlan
 from llmq.errors import UsageError
 from llmq.model.rope import rope_table
-from llmq.plan.decoding import Decoding, completions_of, prompt_name
-from llmq.plan.generation import plan_generation
-from llmq.plan.plan import Plan
+from llmq.plan.build import build_decoder, rows_of
+from llmq.plan.decoding import Decoding, DecodingRecordings, completions_of, prompt_name
+from llmq.plan.passes.fates import Fates
+from llmq.plan.passes.forms import forms, prune
+from llmq.plan.passes.fuse import fuse
+from llmq.plan.plan import Plan, Scratch, finished, persistent_storages
 from llmq.row import Row
+from llmq.stores.activations import Frame
+from llmq.stores.fetched_weights import FetchedWeights
 from llmq.tensor import stored_bytes
 
 Prompt = Sequence[int]  # with an adapter of virtual tokens, VIRTUAL for each of these first
@@ -146,6 +152,21 @@ class Generator(StoredPlan):
             padded = borders + [length] * (inputs.borders.shape[1] - len(borders))
             self.write(inputs.borders, np.array([padded], np.int32))
         self.run(name)
+
+
+def plan_generation(decoding: Decoding, scratch_bytes: Scratch | None = None) -> Plan:
+    """The plan of generation alone: frozen weights, a cache of keys and values, and the programs that write text.
+
+    `scratch_bytes` is the backend's: what a call needs beside its arguments.
+    """
+    spec = decoding.spec
+    rows = tuple(replace(row, trainable=False) for row in rows_of(spec, build_decoder(spec, decoding.sampling)))
+    weights = FetchedWeights(rows, spec.precision.model, spec.precision.model)
+    recorded = DecodingRecordings(decoding, weights)
+    programs = {name: finished(name, forms(fuse(prune(calls)), {})) for name, calls in recorded.programs().items()}
+    persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)
+    cells = Frame(dict(recorded.cells))
+    return Plan(spec, rows, programs, persistent, (), Fates(), {}, {}, cells, weights.refs, {}, {}, Tracked())
 
 
 def open_generator(decoding: Decoding, backend: Backend, parameters: Callable[[Plan], Iterable]) -> Generator:

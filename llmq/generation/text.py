@@ -17,7 +17,8 @@ from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
 from llmq.backends.opening import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.engine.generate import Generator, Pace, generate, open_generator
+from llmq.engine.advice import Limits, refuse_if_too_large
+from llmq.engine.generate import Generator, Pace, generate, open_generator, plan_generation
 from llmq.errors import StorageError, UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
@@ -28,7 +29,6 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.options.commands import STREAMS, GenerateOptions
 from llmq.options.field import section_of
 from llmq.plan.decoding import Decoding
-from llmq.plan.generation import plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
@@ -120,7 +120,7 @@ class Writer:
         decoding = Decoding(spec, self.sampling, rows, packed)
         free = hardware.memory_bytes(where)[1]
         backend = open_backend(where.kind)
-        refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), free)
+        refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), Limits(free))
         values = self.values()
         self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
         self._generator.warm_up()

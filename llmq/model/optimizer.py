@@ -61,13 +61,12 @@ class Updater:
             count = num_norm_tiles(grad.shape)
             ops.sum_squares(cells["partials"].flat(first, count), grad)
             first += count
-        agreed = ranks.agree(ops, cells)
-        largest = ranks.agree_on_largest(ops, cells)
+        agreed = ranks.agree(ops, cells, "partials", "loss", "tokens", "request", "amax")
         scale = cells["grad_scale"]
         if hyper.clips_by_last:
             ops.last_norm_scale(cells["last_norm"], scale, None, *before(cells, agreed), grad_clip=hyper.grad_clip)
         self.measure(ops, agreed, None if hyper.clips_by_last else scale)
-        _update_scales(ops, cells, largest, cells["apply"])
+        _update_scales(ops, cells, agreed, cells["apply"])
         walks = zip(moments.walk(ops), weights.written(ops), grads.sums(ops), strict=True)
         self.step(ops, ((*one, cells["apply"]) for one in walks))
 
@@ -99,7 +98,7 @@ def before(cells: Mapping[str, Ref], agreed: Mapping[str, Ref]) -> tuple[Ref, ..
 
 def calibrate(ops: Any, cells: Mapping[str, Ref], ranks: Any, always: Ref) -> None:
     """New scales <- the amax of a pass that changed no weight."""
-    _update_scales(ops, cells, ranks.agree_on_amax(ops, cells), always)
+    _update_scales(ops, cells, ranks.agree(ops, cells, "amax"), always)
 
 
 def _update_scales(ops: Any, cells: Mapping[str, Ref], agreed: Mapping[str, Ref], apply: Ref) -> None:

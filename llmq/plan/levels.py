@@ -1,4 +1,5 @@
-"""What each level of sharing takes of a rank's memory and sends in a step, for the table of a dry run.
+"""Levels of sharing: the options resolved, and what each takes of a rank's memory and sends in a step, for the table
+of a dry run.
 
 The level that a run has is planned. The others are estimated by plans of a quarter of the layers, as each further layer
 takes the same bytes. What a few layers need most memory for, such as the embedding, may be something else than in the
@@ -8,17 +9,21 @@ whole model: an estimate is the plan's own number or less, and by a quarter it w
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from llmq.comm.world import Copying
+from llmq.errors import UsageError
 from llmq.ops.record import Call
 from llmq.ops.seam import record
+from llmq.options.maths import ShardingOptions
 from llmq.plan.names import own_scales
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
-from llmq.tensor import Ref, stored_bytes
+from llmq.tensor import Form, Ref, stored_bytes
 
 SHARE = 4  # an estimate is by one in this many of the layers that a model has
 LEVELS = range(4)
 LEAST_LAYERS, MORE = 4, 2  # an estimate is by at least this many layers, and by two more
+COMPRESSED = {"none": None, "e4m3": Form("e4m3", "row", "tilewise")}
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,36 @@ class LevelNeeds:
     def total_bytes(self) -> int:
         """Bytes on the device."""
         return sum(self.table.values())
+
+
+def resolve(options: ShardingOptions, rank: int, size: int) -> Sharding:
+    """What rank `rank` of `size` holds; a single one holds all."""
+    if size == 1:
+        return Sharding()
+    level = options.zero_level
+    return Sharding(
+        rank,
+        size,
+        states=level >= 1,
+        gradients=level >= 2 or options.shard_gradients,
+        weights=level >= 3 or options.shard_weights,
+        reduce_dtype=options.reduce_dtype,
+        all_to_all=options.all_to_all_reduce or options.gradient_compression != "none",
+        compressed=COMPRESSED[options.gradient_compression],
+    )
+
+
+def copying(options: ShardingOptions) -> Copying:
+    """What copy engines move between the GPUs of a run; nothing is timed for an exchange that the run does not make."""
+    exchanges = resolve(options, 0, 2).all_to_all
+    return Copying(options.memcpy_all_gather, options.memcpy_send_recv if exchanges else False)
+
+
+def refuse_copies(options: ShardingOptions, kind: str) -> None:
+    """UsageError if copy engines are asked for on a device that has none."""
+    given = Copying(options.memcpy_all_gather, options.memcpy_send_recv).demanded
+    if kind == "cpu" and given:
+        raise UsageError(f"{' and '.join(given)}: copy engines are parts of GPUs: leave it out, or use --device cuda")
 
 
 def at_level(sharding: Sharding, level: int) -> Sharding:

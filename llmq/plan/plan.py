@@ -121,7 +121,8 @@ class Plan:
 
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
-        more = {} if self.spec.completions is None else {"cache": COMPLETIONS}
+        spaces_here = {ref.space for ref in self.persistent.values()}
+        more = {"cache": COMPLETIONS} if "cache" in spaces_here else {}
         categories = {**self.state_titles, **CATEGORIES, **more, **self.tracked.titles}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
         own = {name for name, ref in self.weights.items() if ref.value_in == MASTER}

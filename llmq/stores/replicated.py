@@ -223,14 +223,6 @@ class Alone:
         """Where agreed numbers are, by the names of the cells of each rank: the same."""
         return dict(cells)
 
-    def agree(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the sums over ranks in place of each rank's own."""
-        return cells
-
-    def agree_on_largest(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the largest requests and magnitudes of all ranks."""
-        return cells
-
-    def agree_on_amax(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the largest magnitudes of all ranks."""
+    def agree(self, ops: Any, cells: Mapping[str, Ref], *names: str) -> Mapping[str, Ref]:
+        """The cells with what all ranks have found in place of what each has, once the cells `names` are agreed on."""
         return cells

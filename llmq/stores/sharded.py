@@ -277,24 +277,16 @@ class ManyRanks:
             agreed["partials"] = replace(own, name=f"agreed.{own.name}", shape=(self._tiles[-1], 1))
         return {**cells, **agreed}
 
-    def agree(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the sums over ranks in place of each rank's own."""
+    def agree(self, ops: Any, cells: Mapping[str, Ref], *names: str) -> Mapping[str, Ref]:
+        """The cells with what all ranks have found in place of what each has: sums, or the largest; of `names` those
+        that there are are agreed on."""
         agreed = self.cells(cells)
-        # Gathered, not summed: the norm adds all partial sums in one order, so it has the bits of any number of ranks.
-        ops.all_gather(agreed["partials"], cells["partials"], bounds=self._tiles)
-        for name in SUMMED:
-            ops.all_reduce(agreed[name], cells[name], largest=False)
-        return agreed
-
-    def agree_on_largest(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the largest requests and magnitudes of all ranks."""
-        # The largest wins: exit codes are above 1, which asks for a checkpoint, so an end outranks a save.
-        ops.all_reduce(self.cells(cells)["request"], cells["request"], largest=True)
-        return self.agree_on_amax(ops, cells)
-
-    def agree_on_amax(self, ops: Any, cells: Mapping[str, Ref]) -> Mapping[str, Ref]:
-        """The cells with the largest magnitudes of all ranks; nothing is called in a run without delayed scales."""
-        agreed = self.cells(cells)
-        if "amax" in cells:
-            ops.all_reduce(agreed["amax"], cells["amax"], largest=True)
+        for name in (name for name in names if name in cells):
+            # Gathered, not summed: the norm adds all partial sums in one order, so it has the bits of any number of
+            # ranks. The largest request wins: exit codes are above 1, which asks for a checkpoint, so an end outranks
+            # a save.
+            if name == "partials":
+                ops.all_gather(agreed[name], cells[name], bounds=self._tiles)
+            else:
+                ops.all_reduce(agreed[name], cells[name], largest=name in LARGEST)
         return agreed

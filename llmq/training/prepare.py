@@ -24,7 +24,7 @@ from llmq.hardware.device import Device
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
-from llmq.plan import memory, precision, sharding
+from llmq.plan import levels, memory, precision
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.remedies import with_fitting_chunks
@@ -105,7 +105,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
         log.notice(text)
     dry = is_dry(options.run)
     where = ranks.device or device.pick_device(options.system)
-    sharding.refuse_copies(options.sharding, where.kind)
+    levels.refuse_copies(options.sharding, where.kind)
     seed = options.to_flat()["seed"]
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)

@@ -17,7 +17,7 @@ from llmq.hardware import device
 from llmq.hardware.device import Device
 from llmq.options.field import flag
 from llmq.options.parse import Options, shown
-from llmq.plan import sharding
+from llmq.plan import levels
 
 if TYPE_CHECKING:
     from llmq.comm.membership import Membership
@@ -156,7 +156,7 @@ def joined(options: Options) -> Iterator[Ranks]:
     patience = watchdog_s(os.environ)
     picked = replace(device.pick_device(options.system), num_sharing=place.local_size or 1)
     where = device.use(picked, partial(gpu_index, place))
-    world = join_world(place, where, sharding.copying(options.sharding))
+    world = join_world(place, where, levels.copying(options.sharding))
     said = "; ".join(filter(None, (place.in_words, copied_in_words(world))))
     ranks = Ranks(world, said, where, **about)
     try:

@@ -30,7 +30,7 @@ from llmq.model import optimizer
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
-from llmq.plan import memory, precision, sharding
+from llmq.plan import levels, memory, precision
 from llmq.plan.plan import Plan
 from llmq.plan.precision import Precision, Watching
 from llmq.plan.spec import Completions, Spec, regularization
@@ -153,7 +153,7 @@ class Facts:
             self.seed,
             self.packing,
             precision.watching(options.precision).every > 0,
-            sharding.resolve(options.sharding, self.rank, self.size),
+            levels.resolve(options.sharding, self.rank, self.size),
             self.completions,
             adapters.resolve(options.adapters, self.config, self.steps),
             regularization(options.regularization),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.backends.host import HostMemory
-from llmq.engine.bound_plan import bind
+from llmq.engine.bound_plan import Binder
 from llmq.ops.record import Call, Result
 from llmq.ops.reference import OPS
 from llmq.plan.names import storage_name
@@ -33,7 +33,7 @@ def test_a_branch_is_added_onto_columns_of_a_value():
     piece = QKV.columns(16, 8)
     plan, memory = run("linear_forward", piece, LOW, A, None, piece)
     before = memory.read("batch:qkv").reshape(12, 40)
-    (launch,) = bind(plan, "one", memory, OPS, poison=False)
+    (launch,) = Binder(plan, "one", memory).launches(OPS, None, poison=False)
     launch.run()
     expected = before.copy()
     expected[:, 16:24] += memory.read("batch:low") @ memory.read("batch:a").T
@@ -49,7 +49,9 @@ def test_columns_of_an_activation_are_a_view_in_either_layout(layout):
     plan.programs["one"].calls = (Call("linear_wgrad", (Result(A, (None,)),), (piece, LOW), {}, "backward"),)
     whole = memory.place("device", 256, (40, 12) if layout == "col" else (12, 40), np.dtype(np.float32))
     whole[...] = np.arange(480).reshape(whole.shape)
-    (launch,) = bind(plan, "one", memory, {"linear_wgrad": lambda _, x, __: seen.append(x)}, poison=False)
+    (launch,) = Binder(plan, "one", memory).launches(
+        {"linear_wgrad": lambda _, x, __: seen.append(x)}, None, poison=False
+    )
     launch.run()
     (x,) = seen
     rows = whole.T if layout == "col" else whole
@@ -60,4 +62,4 @@ def test_columns_of_an_activation_are_a_view_in_either_layout(layout):
 def test_an_op_that_takes_no_columns_does_not_get_them():
     plan, memory = run("cast", QKV.columns(0, 8), QKV.columns(8, 8))
     with pytest.raises(AssertionError, match="cast reads and writes no columns alone"):
-        bind(plan, "one", memory, OPS, poison=False)
+        Binder(plan, "one", memory).launches(OPS, None, poison=False)

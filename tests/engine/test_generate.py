@@ -11,11 +11,11 @@ from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, parameters, plan
 from llmq.backends.host import HostBackend
 from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
+from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.engine.engine import Engine
-from llmq.engine.generate import Generator, Pace, generate, open_generator
+from llmq.engine.generate import Generator, Pace, generate, open_generator, plan_generation
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.plan.decoding import Decoding
-from llmq.plan.generation import parts, plan_generation, refuse_if_too_large
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.plan.precision import Precision
@@ -184,13 +184,12 @@ def test_the_course_counts_what_was_made():
 def test_a_plan_holds_weights_a_cache_and_little_else():
     spec = spec_of(config=tiny(), seq_len=64, batch_size=2)
     plan = plan_generation(Decoding(spec, Sampling(), (64,)))
-    sizes, config = parts(plan), tiny()
-    assert sum(sizes.values()) == plan.total_bytes
-    assert sizes["cache"] == 2 * 2 * 64 * 2 * config.num_kv_heads * config.head_dim * 4
+    config = tiny()
+    assert plan.table()["Completions"] == 2 * 2 * 64 * 2 * config.num_kv_heads * config.head_dim * 4
     assert {ref.space for ref in plan.persistent.values()} == {"weight", "cache", "batch", "const"}
-    refuse_if_too_large(plan, plan.total_bytes)
-    with pytest.raises(MemoryLimitError, match=r"generation needs .* 1 MiB more than are free: use a smaller"):
-        refuse_if_too_large(replace(plan), plan.total_bytes - 2**20)
+    refuse_if_too_large(plan, Limits(plan.total_bytes))
+    with pytest.raises(MemoryLimitError, match=r"(?s)1\.0 MiB are missing\nUse a smaller .*Weights .*Completions "):
+        refuse_if_too_large(plan, Limits(plan.total_bytes - 2**20))
 
 
 def fp8(scaling: str, **more) -> Precision:

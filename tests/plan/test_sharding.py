@@ -5,7 +5,7 @@ import pytest
 from llmq.comm.world import Copying
 from llmq.errors import UsageError
 from llmq.options.maths import ShardingOptions
-from llmq.plan.sharding import copying, refuse_copies
+from llmq.plan.levels import copying, refuse_copies
 
 
 @pytest.mark.parametrize(

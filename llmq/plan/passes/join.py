@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from llmq.ops.record import Call, Result
-from llmq.plan.names import storage_name
+from llmq.plan.passes.lanes import reads, writes
 from llmq.tensor import Form, Ref, changed
 
 MAKER, READER, BOTH = "swiglu_backward", "low_rank_backward", "swiglu_low_rank_backward"
-Rows = tuple[int, int]  # [start, stop) of the tokens
 
 
 def join(calls: Sequence[Call]) -> list[Call]:
@@ -20,7 +19,7 @@ def join(calls: Sequence[Call]) -> list[Call]:
     """
     if not any(call.op == READER for call in calls):
         return list(calls)
-    reads = Counter(_key(ref) for call in calls for ref in call.inputs if ref is not None and ref.form is None)
+    read = Counter(_key(ref) for call in calls for ref in call.inputs if ref is not None and ref.form is None)
     made: dict[int, Call] = {}
     taken: set[int] = set()
     for at, call in enumerate(calls):
@@ -32,7 +31,7 @@ def join(calls: Sequence[Call]) -> list[Call]:
         if not places or not _may_move(calls, at, places):
             continue
         # Matmuls in bf16 read the plain value, too; those in fp8 read only its rows, and it is not written.
-        is_read = reads[_key(result.ref)] > len(places)
+        is_read = read[_key(result.ref)] > len(places)
         rows = changed(result, forms=tuple(form for form in result.forms if form is not None or is_read))
         made[at] = _joined(call, rows, *(calls[place] for place in places))
         taken.update(places)
@@ -83,43 +82,12 @@ def _rank(call: Call) -> int:
 def _may_move(calls: Sequence[Call], to: int, places: Sequence[int]) -> bool:
     """Whether calls may be made together with the one at `to`, before the calls between: none of these touches what
     they write, nor writes what they read."""
-    moved = set(places)
     for place in places:
-        reads, writes = _refs(calls[place].inputs), calls[place].written
-        for index in (index for index in range(to + 1, place) if index not in moved):
-            read, written = _refs(calls[index].inputs), calls[index].written
-            if _meet(writes, read) or _meet((*reads, *writes), written):
+        read, written = {*reads(calls[place])}, {*writes(calls[place])}
+        for between in (calls[index] for index in range(to + 1, place) if index not in places):
+            if not (written.isdisjoint(reads(between)) and (read | written).isdisjoint(writes(between))):
                 return False
     return True
-
-
-def _refs(refs: Sequence[Ref | None]) -> tuple[Ref, ...]:
-    return tuple(ref for ref in refs if ref is not None)
-
-
-def _meet(some: Sequence[Ref], others: Sequence[Ref]) -> bool:
-    """Whether any of some tensors has bytes of one of the others."""
-    names = Counter(map(storage_name, others))
-    return any(
-        storage_name(one) == storage_name(other) and _overlap(one, other)
-        for one in some
-        if storage_name(one) in names
-        for other in others
-    )
-
-
-def _overlap(one: Ref, other: Ref) -> bool:
-    """Whether two tensors of one storage, which may be rows of it, have any row in common."""
-    (start, stop), (first, last) = _rows(one), _rows(other)
-    return start < last and first < stop
-
-
-def _rows(ref: Ref) -> Rows:
-    """The rows that a Ref covers of its storage."""
-    if ref.view is None or len(ref.shape) < 2:
-        return 0, math.prod(ref.whole)  # at least all rows
-    rows, _ = ref.window
-    return rows.start, rows.stop
 
 
 def _key(ref: Ref) -> tuple[str, bool]:
