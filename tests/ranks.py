@@ -65,10 +65,12 @@ def train(run, world, backend):
     engine = engine_of(plan, backend=backend)
     results = []
     for step in range(1, run.steps + 1):
+        plan.tracked.before_step(engine, step)
         for micro_step in range(run.micro_steps):
             batch = rank_batch(run, step, micro_step, world.rank)
             engine.micro_step(batch, first=micro_step == 0, last=micro_step == run.micro_steps - 1)
         results.append(engine.update(step, 1e-2, request=world.rank))
+        plan.tracked.after_update(engine, step)
     evaluated = engine.evaluate(rank_batch(run, 0, 0, world.rank))
     return results, [evaluated, *(engine.parameter(row.name) for row in plan.rows)]
 

@@ -24,10 +24,11 @@ VOCAB, B, T = 97, 2, 16
 FP32 = Precision()
 FP64 = Precision("fp64", "fp64", m="fp64", v="fp64", master="fp64", grad="fp64")
 BF16 = Precision("bf16", "bf16", m="bf16", v="bf16", master="bf16", grad="bf16")
+SCALINGS = ("delayed", "current", "rowwise", "blockwise")
 FP8 = {
     (gradient, scaling): Precision("bf16", "e4m3", gradient, scaling, "bf16", "bf16", "bf16", "bf16")
     for gradient in ("e4m3", "e5m2")
-    for scaling in ("delayed", "current", "rowwise", "blockwise")
+    for scaling in SCALINGS
 }
 FP8_HEAD = replace(FP8["e4m3", "delayed"], head="e4m3")
 PRECISIONS = {
@@ -48,7 +49,6 @@ def every(*usual: str) -> pytest.MarkDecorator:
 
 
 EVERY = every("bf16", "fp8-e5m2-delayed")
-EVERY_FP8 = every("fp8-e5m2-delayed")
 
 
 def tiny(**changes: object) -> ModelConfig:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 from ranks import CONFIG, LEVELS
-from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, parameters, plan_of, spec_of, tiny
+from tiny_engines import BF16, FP32, FP64, T, batch, engine_of, next_logits, parameters, plan_of, spec_of, tiny
 
+from llmq.adapters.method import NO_ADAPTERS
+from llmq.adapters.virtual_tokens import VIRTUAL, Prefix, Prompt
 from llmq.backends.host import HostBackend
 from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
@@ -28,12 +30,13 @@ WIRINGS = {
     "windows": tiny(windows=(None, 3)),
     "qk-norm": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
 }
+METHODS = {"none": NO_ADAPTERS, "prefix": Prefix(3), "prompt": Prompt(3)}
 PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42]]
 
 
-def opened(config=None, sampling=None, precision=FP32, batch_size=3, packed=True, lengths=(T,)) -> Generator:
+def opened(config=None, sampling=None, precision=FP32, batch_size=3, packed=True, lengths=(T,), **more) -> Generator:
     """A generator with the weights of `tiny_engines`."""
-    spec = spec_of(precision, config=config, batch_size=batch_size, seq_len=T)
+    spec = spec_of(precision, config=config, batch_size=batch_size, seq_len=T, **more)
     decoding = Decoding(spec, sampling or Sampling(), lengths, packed)
     return open_generator(decoding, HostBackend(), parameters)
 
@@ -46,42 +49,22 @@ def texts(generator, prompts=PROMPTS, max_tokens=6, **more) -> list[list[int]]:
     return found
 
 
-class WholeForward:
-    """The logits of training's own forward, of every position."""
-
-    def __init__(self, config, precision):
-        self.engine = Engine(make_plan(spec_of(precision, config=config, batch_size=1)), HostBackend(), wrap=self._wrap)
-        self.engine.load(parameters(self.engine.plan))
-
-    def _wrap(self, name, op):
-        def call(*handles, **numbers):
-            if name == "cross_entropy":
-                self.logits = handles[2].read().copy()
-            op(*handles, **numbers)
-
-        return call
-
-    def __call__(self, tokens) -> np.ndarray:
-        """(V,) after `tokens`."""
-        padded = np.zeros((1, T), np.int32)
-        padded[0, : len(tokens)] = tokens
-        self.engine.evaluate(Batch(padded, padded))
-        return self.logits[len(tokens) - 1, : self.engine.plan.spec.config.vocab_size]
-
-
+@pytest.mark.sample
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 @pytest.mark.parametrize("wiring", WIRINGS)
-def test_greedy_tokens_are_those_of_the_whole_forward(wiring, packed):
+def test_greedy_tokens_are_those_of_the_whole_forward(wiring, packed, method):
     """Prompts of four lengths in batches of three, read as one row and one by one, with rows of several lengths."""
-    config = WIRINGS[wiring]
-    whole = WholeForward(config, FP64)
-    generator = opened(config, precision=FP64, packed=packed, lengths=(8, T))
-    for prompt, text in zip(PROMPTS, texts(generator), strict=True):
-        tokens = list(prompt)
+    config, adapters = WIRINGS[wiring], METHODS[method]
+    whole = engine_of(plan_of(FP64, config=config, adapters=adapters))
+    generator = opened(config, precision=FP64, packed=packed, lengths=(8, T), adapters=adapters)
+    prompts = [[VIRTUAL] * adapters.num_virtual + prompt for prompt in PROMPTS]
+    for prompt, text in zip(prompts, texts(generator, prompts, 5), strict=True):
+        tokens = [max(token, 0) for token in prompt]
         for token in text:
-            assert token == whole(tokens).argmax()
+            assert token == next_logits(whole, np.array(tokens)).argmax()
             tokens.append(token)
-        assert len(text) == 6
+        assert len(text) == 5
 
 
 def test_a_sequence_has_the_same_tokens_in_any_batch():
@@ -124,11 +107,11 @@ def test_an_index_in_over_ends_a_text_alone_after_its_token():
 def test_log_p_is_that_of_the_whole_forward_before_penalty_temperature_and_cuts(precision, batch_size):
     """In bf16 a logit is rounded by up to 1/512 of itself, in each of the two; twice that for what precedes it."""
     sampling = Sampling(0.7, top_k=30, top_p=0.9, repetition_penalty=1.3, seed=5)
-    whole = WholeForward(tiny(), precision)
+    whole = engine_of(plan_of(precision))
     generator = opened(sampling=replace(sampling, logprobs=True), precision=precision, batch_size=batch_size)
     found: list[list[int]] = [[] for _ in PROMPTS]
     for index, token, logprob in generate(generator, PROMPTS, max_tokens=6):
-        logits = whole([*PROMPTS[index], *found[index]]).astype(np.float64)
+        logits = next_logits(whole, np.array([*PROMPTS[index], *found[index]])).astype(np.float64)
         expected = logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
         bound = 1e-9 if precision == FP64 else 4 * np.abs(logits).max() / 256
         assert logprob == pytest.approx(expected, abs=bound)
@@ -151,7 +134,7 @@ def test_tokens_are_drawn_in_proportion():
     generator = opened(sampling=Sampling(0.5, seed=3), precision=FP64, batch_size=40)
     for text in texts(generator, [[7, 8, 9]] * 2000, 1):
         shares[text[0]] += 1 / 2000
-    logits = WholeForward(tiny(), FP64)([7, 8, 9]) / 0.5
+    logits = next_logits(engine_of(plan_of(FP64)), np.array([7, 8, 9])) / 0.5
     expected = np.exp(logits - logits.max())
     expected /= expected.sum()
     assert (np.abs(shares - expected) <= 5 * np.sqrt(expected * (1 - expected) / 2000) + 1e-3).all()
@@ -246,11 +229,13 @@ def test_what_a_trainer_writes_costs_a_cache_and_changes_nothing(name):
     assert found[0] != found[1] and all(len(text) == 6 for text in found[0])
 
 
-def test_a_trainer_writes_what_a_generator_of_its_weights_writes():
-    spec = replace(spec_of(FP32, batch_size=2), completions=Completions(3, T, 64, packed=False))
-    engine = Engine(make_plan(spec), HostBackend())
-    engine.load(parameters(engine.plan))
-    assert texts(Generator.beside(engine)) == texts(opened())
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trainer_writes_what_a_generator_of_its_weights_writes(method):
+    completions = {"completions": Completions(3, T, 64, packed=False), "adapters": METHODS[method]}
+    engine = engine_of(plan_of(FP32, **completions))
+    prompts = [[VIRTUAL] * METHODS[method].num_virtual + prompt for prompt in PROMPTS]
+    written = texts(Generator.beside(engine), prompts, 5)
+    assert written == texts(opened(adapters=METHODS[method]), prompts, 5)
 
 
 @pytest.mark.sample

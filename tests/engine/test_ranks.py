@@ -9,6 +9,7 @@ from in_process import run_ranks
 from ranks import CONFIG, LEVELS, Run, on_ranks, rank_batch, same, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
+from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
 from llmq.adapters.lora import Lora
 from llmq.adapters.part import PartOfModel
@@ -37,6 +38,7 @@ def ranks(run, size):
 COMPRESSED = {"all_to_all": True, "compressed": Form("e4m3", "row", "tilewise")}
 _TARGETS = targets(chosen("all,lm_head", CONFIG), 4, 8.0, rslora=False)
 _SOME = targets(chosen("q_proj,v_proj,mlp", CONFIG), 4, 8.0, rslora=False)
+_TRIPLETS = AdaLora(4, 8.0, with_triplets(_TARGETS), schedule=Budget(2, warmup=1, final=1, interval=1, total=4))
 _GAINS = scaled(chosen("k_proj,v_proj,down_proj", CONFIG))
 RUNS = {
     "adapters": Run(more={"adapters": Lora(4, 8.0, _TARGETS, bias="all")}),
@@ -47,6 +49,8 @@ RUNS = {
     "magnitudes-fp32": Run(
         replace(BF16, master="fp32", grad="fp32"), more={"adapters": Lora(4, 8.0, _SOME, base="e4m3", dora=True)}
     ),
+    "triplets": Run(FP32, steps=4, more={"adapters": _TRIPLETS}),
+    "triplets-bf16": Run(steps=4, more={"adapters": _TRIPLETS}),
     "gains": Run(more={"adapters": Gains(_GAINS)}),
     "prefix": Run(more={"adapters": Prefix(3)}),
     "prompt": Run(memory=Memory(flags=frozenset({"recompute_block"})), more={"adapters": Prompt(3, base="e4m3")}),

@@ -10,6 +10,8 @@ from ranks import LEVELS, Run, rank_batch
 from tiny_engines import BF16, FP32, batch, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
+from llmq.model.optimizer import Hyperparameters
+from llmq.optimizers.sgd import Sgd
 from llmq.plan.memory import Memory
 from llmq.plan.names import storage_name
 from llmq.stores.sharding import Sharding
@@ -35,12 +37,12 @@ def test_a_moment_in_8_bits_takes_a_byte_and_a_scale_for_128_of_a_row(m, v):
     assert DTYPES[found.pop()].itemsize == 1 and not found
 
 
-def trained(level, size, memory=None, precision=None):
+def trained(level, size, memory=None, precision=None, hyper=None):
     """State of all ranks after two steps, by storage: slices with their places in the whole."""
 
     def one(world):
         sharding = Sharding(world.rank, world.size, **LEVELS[level]) if size > 1 else Sharding()
-        plan = plan_of(precision or eight("e4m3", "int8"), memory, RANKS_CONFIG, sharding=sharding)
+        plan = plan_of(precision or eight("e4m3", "int8"), memory, RANKS_CONFIG, hyper, sharding=sharding)
         engine = engine_of(plan, backend=HostBackend(world=world))
         for step in (1, 2):
             engine.micro_step(rank_batch(Run(), step, 0, 0))
@@ -62,13 +64,27 @@ def whole_of(ranks):
     return found
 
 
-@pytest.mark.parametrize("level", [1, pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("hosted", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_shares_of_moments_in_8_bits_are_those_of_the_whole(level, hosted):
+HOSTED = Memory(host=("m", "v"), piece_bytes=1)
+NONE = replace(BF16, master="none", m="int8", v="e4m3")
+SGD = [Hyperparameters(Sgd(momentum)) for momentum in (0.0, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("level", "memory", "precision", "hyper"),
+    [
+        *((level, HOSTED, None, None) for level in (1, 3)),
+        pytest.param(0, HOSTED, None, None, marks=pytest.mark.slow),
+        *(pytest.param(level, None, None, None, marks=pytest.mark.slow) for level in (0, 1, 3)),
+        *((level, None, eight("int8", "fp32"), hyper) for level in (1, 3) for hyper in SGD),
+        (0, None, NONE, None),
+    ],
+)
+def test_shares_of_states_are_those_of_the_whole(level, memory, precision, hyper):
     """Two ranks that train on the same batch have the codes and scales of one that has all of them."""
-    memory = Memory(host=("m", "v"), piece_bytes=1) if hosted else None
-    one, two = whole_of(trained(level, 1)), whole_of(trained(level, 2, memory))
+    one, two = (whole_of(trained(level, size, moved, precision, hyper)) for size, moved in ((1, None), (2, memory)))
     assert set(one) == set(two)
+    assert any(name.startswith("m:") for name in one) == (hyper is not SGD[0])
+    assert any(name.endswith("@e4m3/row/powers") for name in one) == (precision is NONE)
     for name, value in one.items():
         assert value.tobytes() == two[name].tobytes(), name
 

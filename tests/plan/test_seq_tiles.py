@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_adapters import adapters
+from test_methods import METHODS, triplets
 from tiny_engines import BF16, FP8, FP64, batch, engine_of, packed_batch, plan_of, tiny
 
-from llmq.adapters.ia3 import Gains, scaled
-from llmq.adapters.targets import chosen
 from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.optimizers import adamw
@@ -26,7 +25,8 @@ def engines(precision, *memories, **more):
 
 PACKED = {"packing": Packing(5, 16)}
 DORA = {"adapters": adapters(config=CONFIG, dora=True)}  # its gains follow from weights alone, as those of IA3
-IA3 = {"adapters": Gains(scaled(chosen("all", CONFIG)))}
+IA3 = {"adapters": METHODS["ia3"](CONFIG)}
+TRIPLETS = {"adapters": triplets(CONFIG, dropout=0.0)}  # their regulariser counts once
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ IA3 = {"adapters": Gains(scaled(chosen("all", CONFIG)))}
         (("recompute_block",), 4, PACKED),
         ((), 2, DORA),
         ((), 2, IA3),
+        ((), 4, TRIPLETS),
     ],
 )
 def test_gradients_are_those_of_the_whole(flags, tiles, about):

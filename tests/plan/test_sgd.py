@@ -5,18 +5,12 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from in_process import run_ranks
-from ranks import CONFIG as RANKS_CONFIG
-from ranks import LEVELS, Run, rank_batch
-from test_eight_bits import whole_of
-from tiny_engines import BF16, FP32, FP64, batch, engine_of, plan_of, tiny, train_steps
+from tiny_engines import FP32, FP64, batch, engine_of, plan_of, tiny, train_steps
 
-from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.sgd import Sgd
 from llmq.plan.remedies import Terms, alternatives, axes, changes, last_alternatives
-from llmq.stores.sharding import Sharding
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
 HYPER = Hyperparameters(Sgd(momentum=0.9, nesterov=True, weight_decay=0.1), grad_clip=0.5)
@@ -57,26 +51,6 @@ def test_momentum_in_8_bits_follows_that_in_fp32(dtype):
         after = dict(engine.state())
         moved.append(np.concatenate([(after[n] - before[n]).ravel() for n in before if n.startswith("master:")]))
     assert 0 < np.linalg.norm(moved[0] - moved[1]) < 0.05 * np.linalg.norm(moved[1])
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("level", [1, 3])
-def test_ranks_that_share_states_out_have_the_bits_of_one(level, momentum):
-    hyper, precision = Hyperparameters(Sgd(momentum)), replace(BF16, m="int8", master="fp32")
-
-    def one(world):
-        sharding = Sharding(world.rank, world.size, **LEVELS[level]) if world.size > 1 else Sharding()
-        plan = plan_of(precision, None, RANKS_CONFIG, hyper, sharding=sharding)
-        engine = engine_of(plan, backend=HostBackend(world=world))
-        for step in (1, 2):
-            engine.micro_step(rank_batch(Run(), step, 0, 0))
-            engine.update(step, 1e-1)
-        saved = plan.saved()
-        return [(name, saved[name], value) for name, value in engine.state()], None
-
-    alone, shared = (whole_of(run_ranks(size, one)) for size in (1, 2))
-    assert {name: value.tobytes() for name, value in alone.items()} == {n: v.tobytes() for n, v in shared.items()}
-    assert any(name.startswith("m:") for name in alone) == (momentum > 0)
 
 
 @pytest.mark.parametrize(

@@ -104,16 +104,6 @@ def test_whole_weights_of_ranks_are_refused_above_level_0():
     assert plan_of(NONE, None, CONFIG, sharding=Sharding(0, 2)).saved()
 
 
-def test_ranks_write_the_state_of_one_that_has_all():
-    """Each its rows of codes and scales; they train on the same batch."""
-    from test_eight_bits import trained, whole_of
-
-    one, two = whole_of(trained(0, 1, precision=NONE)), whole_of(trained(0, 2, precision=NONE))
-    assert set(one) == set(two) and any(name.endswith("@e4m3/row/powers") for name in one)
-    for name, value in one.items():
-        assert value.tobytes() == two[name].tobytes(), name
-
-
 @pytest.mark.parametrize(("space", "flag"), [("weight", "--stream-weights"), ("master", "--offload-master")])
 def test_what_does_not_move_weights_of_one_byte_is_refused(space, flag):
     with pytest.raises(
