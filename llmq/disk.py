@@ -108,10 +108,8 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = temporary_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with new_file(temporary) as file:
+            write_all(file, content)
         os.replace(temporary, path)
         sync_folder(path.parent)
     finally:

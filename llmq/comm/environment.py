@@ -91,7 +91,8 @@ def recognised(environ: Mapping[str, str], gpus: int = 1) -> Place | None:
     for other in others:
         if place.kind in MPI and (place.rank, place.size) == (other.rank, other.size):
             place = other  # a site may have srun set MPI's variables for every program
-        elif not _may_start(other, place):
+        # Else the other can have started this launcher: once on each machine, or mpirun within a Slurm job.
+        elif (place.local_size or 1) * other.size != place.size and (other.kind != "srun" or place.kind not in MPI):
             raise UsageError(
                 f"two launchers at once: {place.kind} ({place.variables}) says rank {place.rank} of {place.size}, "
                 f"{other.kind} ({other.variables}) rank {other.rank} of {other.size}: use one of them, or unset the "
@@ -137,11 +138,6 @@ def gpu_index(place: Place | None, num_gpus: int) -> int:
 def watchdog_s(environ: Mapping[str, str]) -> float:
     """Seconds in which a rank that is lost is found, the patience of the watchdog. UsageError if they are no number."""
     return _seconds(environ, "LLMQ_WATCHDOG_SECONDS", WATCHDOG_S)
-
-
-def _may_start(outer: Place, inner: Place) -> bool:
-    """Whether `outer` can have started the launcher of `inner`: once on each machine, or mpirun within a Slurm job."""
-    return (inner.local_size or 1) * outer.size == inner.size or (outer.kind == "srun" and inner.kind in MPI)
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> Place | None:

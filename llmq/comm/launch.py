@@ -1,4 +1,4 @@
-"""The ranks of one machine: started together, watched, ended together, and started again if that is asked for.
+"""The ranks of a machine or a Ray cluster: started together, watched, ended together, and again if that is asked for.
 
 Each rank is a process in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, which passes
 every signal on, once to each rank. Rank 0 writes where the launcher does, the others to files. A rank that fails is
@@ -8,13 +8,18 @@ A rank is `python -m llmq.comm.launch llmq.cli.start:train ARGUMENTS`. Before an
 it takes the cores that it is given, and asks Linux for a signal when its launcher is gone, so that none is left over.
 That is SIGUSR1, after which it ends its step and saves: Linux sends it for each thread of the launcher, and a second
 SIGTERM would end the rank within its step.
+
+Of a Ray cluster, Ray finds the machines and keeps their GPUs for the run; the ranks do the rest. An actor starts each
+beside it: so a rank has a main thread for signals and ends with its actor. Ray's own collectives are not used.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +28,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,7 +39,6 @@ from llmq.errors import INTERRUPTED, TERMINATED, UsageError, WorldError
 from llmq.hardware.cores import read_cores
 
 if TYPE_CHECKING:
-    from llmq.comm.ray_group import RayRank
     from llmq.options.run import LaunchOptions
 
 PR_SET_PDEATHSIG = 1
@@ -44,6 +49,9 @@ TAIL = 20  # lines of a rank's output that are shown when it fails
 SIGNALS = {signal.SIGINT: INTERRUPTED, **dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1), TERMINATED)}
 PLANNED = (0, *sorted(set(SIGNALS.values())))  # exit codes of ranks that ended because they were done, or asked to
 AGAIN = (1, WorldError.exit_code)  # exit codes after which another try can go better
+HANDED_ON = ("LLMQ_", "HF_", "WANDB_", "NCCL_")  # the beginnings of variables that ranks get from this process
+CONNECT_S = 10.0  # in which a cluster has to take a connection
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 TRIES_TO_END = 3  # signals that end a run: one after the step, one at once, one by SIGKILL
 
 
@@ -76,34 +84,32 @@ def start_group(options: LaunchOptions, group: Group, *, on_gpus: bool) -> int:
         return run_group(group, options.restart_failed)
     if group.first.size != group.num:
         raise UsageError("--launcher ray chooses the machines itself: leave --nnodes and --node-rank out")
-    from llmq.comm.ray_group import run_ray_group
-
     return run_ray_group(group, options.ray_address, options.restart_failed, on_gpus=on_gpus)
 
 
 def run_group(group: Group, restarts: int = 0) -> int:
     """Runs the ranks on this machine, up to `restarts` times more if one is lost; returns the exit code."""
-    return tried(group, restarts, _attempt)
+    return _tried(group, restarts, _attempt)
 
 
-def tried(group: Group, restarts: int, attempt: Callable[[Group, Running, list[str], int], int]) -> int:
-    """The exit code of the last of several attempts, each with the arguments that it adds, and its number from 0.
+def _tried(group: Group, restarts: int, attempt: Callable[[Group, Running, int], int]) -> int:
+    """The exit code of the last of several attempts, which have numbers from 0.
 
     It is that of the first rank that failed for a reason of its own, before those that only missed another.
     """
+    again = replace(group, command=(*group.command, "--continue=auto"), first=replace(group.first, again=True))
     with storage(group.logs, "the folder for the output of ranks cannot be made"):
         group.logs.mkdir(parents=True, exist_ok=True)
     with Running() as running:
         for number in range(restarts + 1):
-            group = replace(group, first=replace(group.first, again=number > 0))
-            code = attempt(group, running, ["--continue=auto"] if number else [], number)
+            code = attempt(again if number else group, running, number)
             if code not in AGAIN or running.heard or number == restarts:
                 break
             say(f"starting again from the last checkpoint (start {number + 2} of {restarts + 1})")
     return code
 
 
-def _attempt(group: Group, running: Running, more: list[str], number: int) -> int:
+def _attempt(group: Group, running: Running, number: int) -> int:
     """One start of the ranks on this machine.
 
     Each has a port of its own, so that on several machines no rank meets the store of the start before.
@@ -119,7 +125,7 @@ def _attempt(group: Group, running: Running, more: list[str], number: int) -> in
             cores = ",".join(map(str, sorted(group.cores[index]))) if group.cores else ""
             log = group.log(place.rank)
             with open(log, "ab" if number else "wb") if log else nullcontext() as output:
-                rank = LocalRank([*group.command, *more], {**place.environ(), CORES: cores}, output)
+                rank = LocalRank(group.command, {**place.environ(), CORES: cores}, output)
             running.add(place.rank, rank, log)
         return running.wait()
     finally:
@@ -253,25 +259,168 @@ def say(text: str) -> None:
     print(f"llmq: {text}", file=sys.stderr, flush=True)
 
 
+def run_ray_group(group: Group, address: str | None, restarts: int, *, on_gpus: bool) -> int:
+    """Runs the ranks in the cluster at `address`, or in one of this machine; returns the exit code as run_group does.
+
+    UsageError if Ray is not installed, or the cluster not there or too small. `group.num` 0 takes all of its GPUs.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError('--launcher ray needs the package ray: pip install "llmq-train[ray]"') from error
+    host, colon, port = (address or "").rpartition(":")
+    try:
+        if colon and port.isdigit():  # Ray would try for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise UsageError(f"--ray-address {address}: no Ray cluster answers there: {error}") from error
+    try:
+        kind = "GPU" if on_gpus else "CPU"
+        there = int(ray.cluster_resources().get(kind, 0))
+        num = group.num or there
+        if not 0 < num <= there:
+            raise UsageError(f"{num or 'all'} {kind}s are asked for, and the Ray cluster has {there}: ask for fewer")
+        return _tried(group, restarts, lambda *about: _ray_attempt(num, kind, *about))
+    finally:
+        ray.shutdown()
+
+
+def _ray_attempt(num: int, kind: str, group: Group, running: Running, number: int) -> int:
+    """One start of the ranks, on machines of the cluster that have room for all of them."""
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    room = placement_group([{"CPU": 1, kind: 1}] * num, strategy="PACK")
+    actors: list[Any] = []
+    try:
+        if not room.wait(group.first.join_s):
+            raise WorldError(f"the Ray cluster had no room for {num} ranks within {group.first.join_s:g} s")
+        for index in range(num):
+            there = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index)
+            settings = {"num_cpus": 1, "num_gpus": int(kind == "GPU"), "scheduling_strategy": there}
+            actors.append(ray.remote(Keeper).options(**settings).remote())
+        actors, places, visible = _in_order(actors, group.first)
+        handed_on = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
+        for actor, place, gpus in zip(actors, places, visible, strict=True):
+            log = group.log(place.rank)
+            own = {**handed_on, **place.environ(), **({VISIBLE: gpus} if gpus else {})}
+            ray.get(actor.start.remote(group.command, own, os.getcwd()))
+            running.add(place.rank, RayRank(actor, log, append=number > 0), log)
+        return running.wait()
+    except ray.exceptions.RayActorError as error:
+        say(f"an actor was lost before its rank began: {error}")
+        return WorldError.exit_code
+    finally:
+        running.kill()
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(room)
+
+
+def _in_order(actors: Sequence[Any], like: Place) -> tuple[list[Any], list[Place], list[str]]:
+    """The actors by rank, their places, and the GPUs that each rank sees: those of all ranks of its machine.
+
+    The ranks of a machine follow each other, in the order of its GPUs. Rank 0 keeps the store.
+    """
+    import ray
+
+    found = ray.get([actor.where.remote() for actor in actors])
+    machines = list(dict.fromkeys(node for node, *_ in found))
+    ranked = sorted(range(len(actors)), key=lambda i: (machines.index(found[i][0]), found[i][2]))
+    _, host, _, port = found[ranked[0]]
+    places, visible = [], []
+    for rank, i in enumerate(ranked):
+        here = [other for other in ranked if found[other][0] == found[i][0]]
+        place = replace(like, rank=rank, size=len(actors), local_rank=here.index(i), local_size=len(here))
+        places.append(replace(place, master_addr=host, master_port=port, kind=RAY))
+        visible.append(",".join(found[other][2] for other in here if found[other][2]))
+    return [actors[i] for i in ranked], places, visible
+
+
+class Keeper:
+    """The actor of a rank: starts it, and tells how it is. Ray runs its methods one after the other."""
+
+    def __init__(self) -> None:
+        self._rank: LocalRank | None = None
+        self._output, self._num_read = TemporaryFile(), 0  # noqa: SIM115  # and how many of its bytes are read
+
+    def where(self) -> tuple[str, str, str, int]:
+        """The machine, its address, the GPU that Ray keeps for this actor (or nothing), and a port that is free."""
+        import ray
+
+        gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), ",".join(gpus), free_port()
+
+    def start(self, command: Sequence[str], environ: dict[str, str], folder: str) -> None:
+        """Starts the rank with this Python, in a folder that all machines share. It is killed with this actor."""
+        last = {LAST_SIGNAL: str(int(signal.SIGKILL))}
+        self._rank = LocalRank(command, environ | last, self._output, folder)
+
+    def poll(self) -> tuple[bytes, int | None]:
+        """What the rank has printed since the last call, and its exit code once it has ended."""
+        assert self._rank
+        code = self._rank.poll()
+        there = os.fstat(self._output.fileno()).st_size
+        printed = os.pread(self._output.fileno(), there - self._num_read, self._num_read)
+        self._num_read += len(printed)
+        return printed, code
+
+    def send(self, number: int) -> None:
+        """A signal to the rank."""
+        assert self._rank
+        self._rank.send(number)
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return found.getsockname()[1]
+
+
+class RayRank:
+    """A rank that an actor keeps. What it prints goes to `log`, or where this process prints."""
+
+    def __init__(self, actor: Any, log: Path | None, *, append: bool) -> None:
+        self._actor = actor
+        self._output = open(log, "ab" if append else "wb") if log else sys.stdout.buffer  # noqa: SIM115
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; that of SIGKILL if the actor or its machine is lost."""
+        import ray
+
+        if self._code is None:
+            try:
+                printed, self._code = ray.get(self._actor.poll.remote())
+            except ray.exceptions.RayActorError:
+                printed, self._code = b"", -signal.SIGKILL
+            self._output.write(printed)
+            self._output.flush()
+        return self._code
+
+    def send(self, number: int) -> None:
+        """A signal; what is lost gets none."""
+        self._actor.send.remote(number)
+
+
 def main() -> None:
-    """Runs the function that the first argument names, with the arguments after it."""
+    """Runs the function that the first argument names, with the arguments after it.
+
+    A signal comes when the launcher ends; one that has ended already ends this process now. Where the system has no
+    such signal (macOS), a rank ends once it misses the store that its launcher kept.
+    """
     function = sys.argv.pop(1)
-    _end_with(int(os.environ[LAUNCHER]), int(os.environ.get(LAST_SIGNAL, signal.SIGUSR1)))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(os.environ.get(LAST_SIGNAL, signal.SIGUSR1)))
+    if os.getppid() != int(os.environ[LAUNCHER]):
+        sys.exit(TERMINATED)
     if cores := read_cores(os.environ.get(CORES, "")):
         os.sched_setaffinity(0, cores)
     module, _, name = function.partition(":")
     getattr(import_module(module), name)()
-
-
-def _end_with(launcher: int, number: int) -> None:
-    """The signal comes when the launcher ends; one that has ended already ends this process now.
-
-    Where the system has no such signal (macOS), a rank ends once it misses the store that its launcher kept.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != launcher:
-        sys.exit(TERMINATED)
 
 
 if __name__ == "__main__":

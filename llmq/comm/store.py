@@ -91,33 +91,24 @@ class Watched:
             return f"no sign of life for {self.silent:.0f} s: its process, or its machine, is stopped or cut off"
         return self.problem
 
-    def is_stuck(self, patience: float) -> bool:
-        """Whether it has stood still for as long as the patience is, with nothing that may take long."""
-        return self.still >= patience and not self.doing and not self.has_left
-
 
 def lost_ranks(ranks: Mapping[int, Watched], size: int, patience: float) -> dict[int, str]:
     """Why ranks are lost by now: those that ended or are silent, else those that the others wait for.
 
     `ranks` has those of `size` that are watched, or have ended. A rank that is lost is found within `patience` seconds.
-    """
-    reasons = {number: why for number, rank in ranks.items() if (why := rank.absence(patience))}
-    return reasons or _waited_for(ranks, size, patience)
-
-
-def _waited_for(ranks: Mapping[int, Watched], size: int, patience: float) -> dict[int, str]:
-    """Why others wait, by the rank that makes them.
 
     A rank waits if it has been in one collective for as long as the patience is. It waits for those that have begun the
     fewest, unless these do something that may take long; if all have begun the same, that one never ends. All of these
     must have stood still for so long: one that just came may have released the others. What ranks say is as old as
     their last beat, so there is no judgement until none has said anything new for a while.
     """
+    if reasons := {number: why for number, rank in ranks.items() if (why := rank.absence(patience))}:
+        return reasons
     beats = {number: rank.beat for number, rank in ranks.items() if rank.beat}
     newest = min((rank.still for rank in ranks.values() if not rank.has_left), default=0.0)
     if len(beats) < size or newest < SETTLED * patience:
         return {}
-    stuck = {number for number, rank in ranks.items() if rank.is_stuck(patience)}
+    stuck = {n for n, rank in ranks.items() if rank.still >= patience and not rank.doing and not rank.has_left}
     waiting = {number for number in stuck if beats[number].collective}
     lowest = min(beat.count for beat in beats.values())
     behind = {number for number, beat in beats.items() if beat.count == lowest}
@@ -274,18 +265,15 @@ class StoreServer:
             now = time.monotonic()
             with self._changed:
                 if not self._has_met and not self._problem and now > self._deadline[0]:
-                    self._problem = self._missing()
+                    missing = in_words(set(range(self._size)) - self._members.keys())
+                    said = f"of {self._size} ranks, {missing} did not come within {self._deadline[1]:g} s"
+                    self._problem = "; ".join([said, *self._notes])
                     for member in self._members.values():
                         member.tell({"error": self._problem})
                 for watched in self._watched.values():
                     watched.tick(min(now - before, 2 * TICK_S))
                 self._judge()
             before = now
-
-    def _missing(self) -> str:
-        missing = in_words(set(range(self._size)) - self._members.keys())
-        said = f"of {self._size} ranks, {missing} did not come within {self._deadline[1]:g} s"
-        return "; ".join([said, *self._notes])
 
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:

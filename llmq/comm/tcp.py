@@ -86,7 +86,10 @@ class TcpWorld:
         try:
             _move(peers)
         except _PeerLost as lost:
-            raise self._ended(self._in_words(lost)) from lost
+            # That rank may have ended because of another: the store knows which was first.
+            rank, reason = lost.args
+            why = f"rank {rank} has ended, and rank {self.rank} waits for it ({reason})"
+            raise self._ended(self.membership.lost_within(LOST_S) or why) from lost
         except _OutOfStep as error:
             raise self._ended(f"{error}: the ranks make different calls") from error
         except BaseException:  # half of an array may be on its way
@@ -119,12 +122,6 @@ class TcpWorld:
             connection.close()
         return WorldError(self._problem)
 
-    def _in_words(self, lost: _PeerLost) -> str:
-        """The rank whose connection broke may have ended because of another: the store knows which was first."""
-        if known := self.membership.lost_within(LOST_S):
-            return known
-        return f"rank {lost.rank} has ended, and rank {self.rank} waits for it ({lost.reason})"
-
 
 def _call(rank: int, member: Membership, token: str, until: float) -> socket.socket:
     """A connection to a rank. WorldError if there is none."""
@@ -138,9 +135,7 @@ def _call(rank: int, member: Membership, token: str, until: float) -> socket.soc
 
 
 class _PeerLost(Exception):
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(reason)
-        self.rank, self.reason = rank, reason
+    """A rank, and why its connection is lost."""
 
 
 class _OutOfStep(Exception):

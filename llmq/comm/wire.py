@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 HANDSHAKE_S = 5.0  # in which a connection has to prove that it belongs to the run
 SEND_S = 10.0  # in which the other side has to take a message
@@ -30,8 +30,6 @@ POLL_S = 0.05  # from one look of a door at whether it is closed to the next
 NUM_STRANGERS = 64  # connections that have proved nothing yet, and one for each rank
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts to connect
 WATCHING = "llmq watch"  # what the names of threads begin with whose stacks say nothing of a run
-
-Result = TypeVar("Result")
 
 
 class Refused(Exception):

@@ -20,7 +20,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -185,25 +184,23 @@ def derived_token(job: str) -> str:
 
 
 def _secret() -> bytes:
-    """The user's secret; UsageError if others can read it."""
+    """The user's secret; UsageError if others can read it.
+
+    The file appears whole, and only once however many ranks begin together: a link is never made over another.
+    """
     path = cache_folder("job") / "secret"
+    draft = path.with_name(f"secret.{secrets.token_hex(8)}")
     with storage(path, "the secret of jobs cannot be made"):
         if not path.exists():
-            _make(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                    file.write(secrets.token_hex(32))
+                with suppress(FileExistsError):
+                    os.link(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
         found = path.stat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise UsageError(f"{path} can be read by others: delete it, and the next run makes a new one")
         return path.read_bytes()
-
-
-def _make(path: Path) -> None:
-    """The file appears whole, and only once however many ranks begin together: a link is never made over another."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"secret.{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-        with suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmq.disk import remove_folder, storage
 from llmq.errors import DataError, UsageError
-from llmq.files.manifest import MANIFEST, Reader, canonical, found, read_manifest, sound
+from llmq.files.manifest import MANIFEST, CheckpointManifest, Reader, canonical, found, read_manifest, sound
 from llmq.files.tensor_files import ByteCount, verify
 from llmq.files.writers import Keep, best_of, remove_unfinished
 from llmq.screen import StartTask, unshown
@@ -178,12 +178,13 @@ def _first_sound(paths: Iterable[Path], warn: Warn, task: StartTask, verified: b
     raise DataError("every checkpoint is damaged:\n" + "\n".join(problems))
 
 
-def _check(path: Path, task: StartTask, verified: bool) -> None:
-    """DataError if a checkpoint is damaged."""
+def _check(path: Path, task: StartTask, verified: bool) -> CheckpointManifest:
+    """What a checkpoint says of itself; DataError if it is damaged."""
     manifest = read_manifest(path)
     if verified:
         with task(f"Verifying {path}") as report:
             verify(path, manifest.files, ByteCount(manifest.num_bytes, report).moved)
+    return manifest
 
 
 def load(path: Path, *, verified: bool = True) -> tuple[dict[str, Any], Reader]:
@@ -193,9 +194,7 @@ def load(path: Path, *, verified: bool = True) -> tuple[dict[str, Any], Reader]:
     """
     path = Path(path)
     with _naming_others(path):
-        manifest = read_manifest(path)
-        if verified:
-            verify(path, manifest.files)
+        manifest = _check(path, unshown, verified)
     return {**manifest.state, "step": manifest.step}, Reader(path, manifest.tensors)
 
 

@@ -10,8 +10,8 @@ import difflib
 import errno
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -134,11 +134,9 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
     """The folder in the cache, downloaded as far as it is not there."""
     from huggingface_hub import HfApi
 
-    try:
-        if _COMMIT.fullmatch(revision):  # a commit never changes, so a complete copy needs no question to the Hub
+    if _COMMIT.fullmatch(revision):  # a commit never changes, so a complete copy needs no question to the Hub
+        with suppress(DataError):
             return _cached(name, revision, kind)
-    except DataError:
-        pass
     look = partial(HfApi().model_info, name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     info = ask(name, revision, "", look)
     sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or []}
@@ -199,10 +197,6 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
     at, doing = constants.ENDPOINT, f"downloading {file} of {name}" if file else f"looking for {name}"
     page = f"{at}/{name}" if repo_type == "model" else f"{at}/datasets/{name}"
     absent = f"there is no folder {name}, and " if repo_type == "model" and not file else ""
-    # The library's transport changes with its version (requests, httpx, httpx2); the one it has loaded is meant.
-    transports = (("requests", "RequestException"), ("httpx", "HTTPError"), ("httpx2", "HTTPError"))
-    loaded = tuple(getattr(sys.modules[module], kind) for module, kind in transports if module in sys.modules)
-    xet = (errors.XetDownloadError,) if hasattr(errors, "XetDownloadError") else ()
     try:
         return request()
     except errors.HFValidationError as error:
@@ -231,7 +225,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
             way_out = AGAIN
         kind = HubUnreachable if isinstance(status, int) and status >= 500 and not file else DataError
         raise kind(f"{absent}{at} answered {status} while {doing}: {way_out}") from None
-    except (OSError, RuntimeError, ValueError, *loaded, *xet) as error:
+    except Exception as error:  # of the library's transport, which changes with its version
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise StorageError(
                 f"{doing} failed in {constants.HF_HUB_CACHE}: {error.strerror}; make room or rights there, or set "

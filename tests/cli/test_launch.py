@@ -11,7 +11,7 @@ import pytest
 
 from llmq.cli import launch, shell, train
 from llmq.comm import launch as launching
-from llmq.comm.ray_group import free_port
+from llmq.comm.launch import free_port
 
 ROOT = Path(__file__).parents[2]
 RUN = ("--model=m", "--train-file=t.bin", "--name=n")

@@ -1,21 +1,41 @@
-"""Processes as ranks: they meet, hear each signal once, and none stays when one is lost. A stand-in does the work."""
+"""Processes as ranks, here and in a Ray cluster: they meet, hear each signal once, and none stays when one is lost.
+
+A stand-in does the work.
+"""
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from ray_actors import keepers
 
 from llmq.comm import launch
 from llmq.comm.environment import Place
-from llmq.comm.launch import Group, run_group
-from llmq.errors import TERMINATED, WorldError
+from llmq.comm.launch import Group, run_group, run_ray_group
+from llmq.errors import TERMINATED, UsageError, WorldError
 
 HERE = Path(__file__).parent
 LOST = WorldError.exit_code
+RAY = [pytest.mark.judge, pytest.mark.sweep]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a Ray cluster of two machines with one core each, which are two of its node processes here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        from ray.cluster_utils import Cluster
+
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        made.add_node(num_cpus=1)
+        yield made.address
+        made.shutdown()
 
 
 @pytest.fixture
@@ -23,29 +43,63 @@ def run(tmp_path, monkeypatch, capfd):
     """A function that runs the stand-in on some ranks, and returns its exit code and what was shown."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
 
-    def run(num, *arguments, restarts=0, cores=()):
-        first = Place(0, num, 0, num, "127.0.0.1", 0, "token", "--gpus")
-        code = run_group(Group(("stand_in:main", *arguments), first, tmp_path / "logs", cores), restarts)
+    def run(num, *arguments, restarts=0, cores=(), cluster=None):
+        first = Place(0, num, 0, num, "127.0.0.1", 0, "token", "ray" if cluster else "--gpus")
+        group = Group(("stand_in:main", *arguments), first, tmp_path / "logs", cores)
+        code = run_ray_group(group, cluster, restarts, on_gpus=False) if cluster else run_group(group, restarts)
         said = capfd.readouterr()
         return code, said.out + said.err
 
     return run
 
 
-def test_ranks_meet(run, tmp_path):
+@pytest.fixture(params=["here", pytest.param("ray", marks=RAY)])
+def address(request):
+    """None for this machine, and the address of the cluster."""
+    return None if request.param == "here" else request.getfixturevalue("cluster")
+
+
+def test_ranks_meet(run, address, tmp_path):
     core = max(os.sched_getaffinity(0))
-    code, said = run(3, "exchange", cores=[frozenset([core]), frozenset(), frozenset()])
-    assert not code and f"rank 0 on cores [{core}]" in said, said
-    assert "Ranks: 3, 3 on this machine, started by --gpus" in said
-    expected = 3 * sum(100 * step + 10 * a + b for step in range(5) for a in range(3) for b in range(3))
-    assert f"the sum over 3 ranks is {expected}" in said
-    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank-00001.log", "rank-00002.log"]
+    code, said = run(2, "exchange", cores=[frozenset([core]), frozenset()], cluster=address)
+    assert not code and "the sum over 2 ranks is 12330" in said, said
+    assert address or f"rank 0 on cores [{core}]" in said
+    where = "1 on this machine, started by ray" if address else "2 on this machine, started by --gpus"
+    assert f"Ranks: 2, {where}" in said and not keepers()
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank-00001.log"]
 
 
-def test_the_code_is_that_of_the_rank_that_failed_by_itself(run):
-    code, said = run(2, "fail", "1", "3")
+def test_the_code_is_that_of_the_rank_that_failed_by_itself(run, address):
+    code, said = run(2, "fail", "1", "3", restarts=1, cluster=address)
     assert code == 3 and "rank 1 ended with exit code 3; the end of " in said
     assert "  error: rank 1 cannot" in said and "rank 1 is lost" in said  # which is what rank 0 says
+
+
+@pytest.mark.judge
+@pytest.mark.sweep
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_actor_that_is_killed(run, cluster, tmp_path, restarts):
+    def kill_one():
+        until = time.monotonic() + 60
+        while not (tmp_path / "waiting").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(keepers()[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    code, said = run(2, "wait-once", str(tmp_path), restarts=restarts, cluster=cluster)
+    killer.join()
+    assert code == (0 if restarts else LOST) and "was ended by SIGKILL" in said
+    assert ("(start 2 of 2)" in said and "the sum over 2 ranks is 12330" in said) == (restarts == 1), said
+
+
+@pytest.mark.judge
+@pytest.mark.sweep
+def test_clusters_that_are_too_small_or_not_there(run, cluster):
+    with pytest.raises(UsageError, match="3 CPUs are asked for, and the Ray cluster has 2"):
+        run(3, "exchange", cluster=cluster)
+    with pytest.raises(UsageError, match="no Ray cluster answers there"):
+        run(2, "exchange", cluster="127.0.0.1:1")
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 from rank_threads import at_once
 
 from llmq.comm import store, wire
+from llmq.comm.launch import free_port
 from llmq.comm.membership import Membership
-from llmq.comm.ray_group import free_port
 from llmq.comm.store import Beat, StoreServer, Watched, lost_in_words, lost_ranks
 from llmq.errors import WorldError
 

@@ -12,7 +12,7 @@ import pytest
 from hub_stand_in import COMMIT, ROOT, Repo, serve
 from small_tokenizers import EOS, byte_level, save
 
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import hub
 from llmq.files.hub import model_folder
 from llmq.files.huggingface import Export
@@ -25,8 +25,6 @@ DRIVER = """
 import json, sys
 import llmq.files.hub
 from llmq.errors import LlmqError
-if len(sys.argv) > 2:
-    llmq.files.hub.free_bytes = lambda folder: int(sys.argv[2])
 for name, revision, kind in json.loads(sys.argv[1]):
     try:
         said = []
@@ -64,9 +62,9 @@ def server(contents):
         yield hub
 
 
-def ask(home, url, *cases, free=None, **environment):
+def ask(home, url, *cases, **environment):
     """Runs model_folder for each (name, revision, kind) in a process with this environment; its answers in order."""
-    return hub_stand_in.ask(DRIVER, home, url, cases, *([str(free)] if free is not None else []), **environment)
+    return hub_stand_in.ask(DRIVER, home, url, cases, **environment)
 
 
 def case(name, revision=None, kind="model"):
@@ -179,16 +177,10 @@ def test_a_download_that_was_cut_off_goes_on_when_run_again(server, contents, tm
     assert [path.rsplit("/", 1)[1] for path in server.fetched()] == [shard]  # the others were kept
 
 
-def test_a_full_disk_is_found_before_the_weights(server, contents, tmp_path):
-    wanted, _ = contents
-    room = hub.SPACE_LEFT + 100_000  # enough for the small files, not for the weights
-    (answer,) = ask(tmp_path, server.url, case("org/good"), free=room)
-    needed = sum(len(data) for name, data in wanted.items() if name.endswith(".safetensors"))
-    assert (
-        answer["error"] == "StorageError" and f"{needed:,} bytes more" in answer["text"] and "HF_HOME" in answer["text"]
-    )
-    assert f"free {needed - 100_000:,} bytes" in answer["text"]
-    assert not any(name.endswith(".safetensors") for name in server.fetched())
+def test_a_full_disk_is_found_before_a_download(monkeypatch):
+    monkeypatch.setattr(hub, "free_bytes", lambda folder: hub.SPACE_LEFT + 4000)
+    with pytest.raises(StorageError, match=r"org/absent needs 5,000 bytes more in .* free 1,000 bytes, or set HF_HOME"):
+        hub.fetch("org/absent", "main", ["a", "b"], {"a": 2000, "b": 3000, "c": 7})
 
 
 def test_local_folders_come_first(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import huggingface as hf
 from llmq.files import tensor_files
-from llmq.files.huggingface import Export, checked_tensors, export_bytes, open_export, read_rows
+from llmq.files.huggingface import Export, checked_tensors, export_bytes, read_rows
 from llmq.files.tensor_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 from llmq.model.config import ModelConfig, RopeConfig, from_folder
 from llmq.model.parameters import padded_vocab, parameter_rows
@@ -179,10 +179,11 @@ def test_quantized_sources(tmp_path, suffix):
         ("consolidated.safetensors", "-hf variant"),
         ("model-00001-of-00002.safetensors", "index"),
         ("README.md", "--from-scratch"),
+        (WEIGHTS, "git lfs pull"),
     ],
 )
 def test_folders_with_other_weights(tmp_path, name, text):
-    (tmp_path / name).write_bytes(b"")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(DataError, match=text):
         load(tmp_path, BASE)
 
@@ -207,12 +208,6 @@ def test_absent_shards_and_double_tensors(tmp_path):
     files[0].unlink()
     with pytest.raises(DataError, match=f"lacks 1 of {len(files)} weight files: {files[0].name}"):
         load(tmp_path / "m")
-
-
-def test_a_git_lfs_pointer_is_named(tmp_path):
-    (tmp_path / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(DataError, match="git lfs pull"):
-        load(tmp_path, BASE)
 
 
 def tokenizer(folder):
@@ -253,9 +248,9 @@ def test_generation_config(tmp_path):
 
 
 def test_a_model_is_replaced_only_with_overwrite(tmp_path):
+    (tmp_path / "m" / "log").mkdir(parents=True)
+    (tmp_path / "m" / "log" / "notes.txt").write_text("keep")  # which is no model's
     old = write(tmp_path / "m", BASE, tokenizer_folder=tokenizer(tmp_path / "source"), shard_bytes=10_000)
-    (tmp_path / "m" / "log").mkdir()
-    (tmp_path / "m" / "log" / "notes.txt").write_text("keep")
     new = random_values(BASE, seed=1)
     with pytest.raises(StorageError, match=r"already holds a model.*--overwrite"):
         write(tmp_path / "m", BASE, new)
@@ -265,14 +260,6 @@ def test_a_model_is_replaced_only_with_overwrite(tmp_path):
     expected = ["config.json", "generation_config.json", "log", "log/notes.txt", WEIGHTS]
     assert listing(tmp_path / "m") == expected
     assert sorted(os.listdir(tmp_path)) == ["m", "source"]
-
-
-def test_a_folder_with_other_files_is_used(tmp_path):
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "train.jsonl").write_text("{}")
-    values = write(tmp_path / "m", BASE)
-    same(load(tmp_path / "m"), values)
-    assert (tmp_path / "m" / "train.jsonl").read_text() == "{}"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -347,18 +334,6 @@ def test_what_would_fail_is_found_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 7))
     with pytest.raises(StorageError, match=r"7 bytes are missing"):
         check(tmp_path / "m")
-
-
-def test_options_become_an_export(tmp_path):
-    rows, values = parameter_rows(BASE), random_values(BASE)
-    options = SimpleNamespace(out_dir=str(tmp_path / "m"), export_dtype=None, overwrite=False)
-    export = open_export(options, BASE, rows, None)
-    assert export.dtype == "fp32" and export.check() > 0
-    assert export.write(lambda row: values[row.name]) == tmp_path / "m"
-    same(load(tmp_path / "m"), values)
-    options.export_dtype = "bf16"
-    with pytest.raises(StorageError):
-        open_export(options, BASE, rows, None).check()
 
 
 @pytest.mark.judge

@@ -16,7 +16,7 @@ from tiny_runs import tiny_options
 
 import llmq
 from llmq.engine.engine import Engine
-from llmq.errors import DataError, StorageError, UsageError
+from llmq.errors import StorageError
 from llmq.files.run_lock import held, kept_folder, replaced_whole, this_process
 
 ROOT = Path(__file__).parents[2]
@@ -65,22 +65,17 @@ def refused(output, said=None):
     return str(caught.value)
 
 
-def test_a_second_run_is_refused_with_the_name_of_the_first(output):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_second_run_is_refused_until_a_signal_ends_the_first(output, number):
     process = holding(output.path)
     try:
         message = refused(output)
         for part in (str(output.path), f"process {process.pid} of", f"on {socket.gethostname()}, since 20", "UTC: -c"):
             assert part in message
-        assert message.endswith(
-            f"another --name (or --log-file), or end that run with `kill {process.pid}` on {socket.gethostname()}"
-        )
+        end_it = f"end that run with `kill {process.pid}` on {socket.gethostname()}"
+        assert message.endswith(f"another --name (or --log-file), or {end_it}")
     finally:
-        end(process)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_the_lock_of_a_run_that_a_signal_ends_is_free_at_once(output, number):
-    end(holding(output.path), number)
+        end(process, number)
     assert number != signal.SIGKILL or output.holder.exists()  # which the kill left
     with held(output, pytest.fail):
         assert f"process {os.getpid()} of" in output.holder.read_text()
@@ -110,11 +105,12 @@ def test_nothing_is_left_of_a_lock(tmp_path):
         kept_folder("--checkpoint-dir", tmp_path / "a" / "b" / "c"),
         replaced_whole("--out-dir", tmp_path / "a" / "d"),
     ]
-    with ExitStack() as stack:
+    with pytest.raises(KeyboardInterrupt), ExitStack() as stack:
         for place in places:
             stack.enter_context(held(place, pytest.fail))
         assert places[0].lock == tmp_path / "a" / "b" / "c" / ".lock" and places[0].lock.exists()
         assert f" on {socket.gethostname()}, since 20" in places[1].holder.read_text()
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,23 +136,17 @@ def test_devices_have_no_lock():
         assert not Path("/dev/.null.lock").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no files from anyone")
-def test_a_folder_that_takes_no_files_is_not_in_use():
-    for path in ("/proc/x", "/proc/x/y"):
-        for output in (replaced_whole("--out-dir", Path(path)), kept_folder("--out-dir", Path(path))):
-            with pytest.raises(StorageError) as refusal, held(output, print):
-                pass
-            assert (
-                str(refusal.value) == f"{path}: cannot be written (/proc takes no new files): choose another --out-dir"
-            )
-
-
-def test_what_is_in_the_way_of_a_folder_is_named(tmp_path):
+def test_what_is_in_the_way_is_named(tmp_path):
     (tmp_path / "file").touch()
-    says = rf"cannot be written \({tmp_path}/file is not a folder\): choose another --out-dir"
-    for output in (replaced_whole("--out-dir", tmp_path / "file" / "x"), kept_folder("--out-dir", tmp_path / "file")):
-        with pytest.raises(StorageError, match=says), held(output, print):
+    no_folder, no_files = f"({tmp_path}/file is not a folder)", "(/proc takes no new files)"
+    for make, path, why in (
+        (replaced_whole, tmp_path / "file" / "x", no_folder),
+        (kept_folder, tmp_path / "file", no_folder),
+        *((make, Path(path), no_files) for make in (replaced_whole, kept_folder) for path in ("/proc/x", "/proc/x/y")),
+    ):
+        with pytest.raises(StorageError) as refusal, held(make("--out-dir", path), print):
             pass
+        assert str(refusal.value) == f"{path}: cannot be written {why}: choose another --out-dir"
     with pytest.raises(StorageError, match=r"^/ is the root of the file system: give a folder inside it"):
         replaced_whole("--out-dir", Path("/"))
 
@@ -175,12 +165,11 @@ def test_a_disk_that_refuses_the_lock_is_a_storage_error(output, monkeypatch, nu
         pass  # the one that failed is not held
 
 
-@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def no_locks(request, monkeypatch):
-    """A file system without locks."""
+def no_locks(monkeypatch, number=errno.ENOLCK):
+    """Makes this a file system without locks."""
 
     def flock(fd, operation):
-        raise OSError(request.param, os.strerror(request.param))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
 
@@ -190,7 +179,9 @@ def marker_of(output):
     return output.lock.with_name(f"{output.lock.name}.pid")
 
 
-def test_without_locks_a_file_is_the_lock(output, no_locks, tmp_path):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_a_file_is_the_lock(output, monkeypatch, tmp_path, number):
+    no_locks(monkeypatch, number)
     with held(output, pytest.fail):
         message = refused(output)
         assert (
@@ -201,7 +192,8 @@ def test_without_locks_a_file_is_the_lock(output, no_locks, tmp_path):
         pass
 
 
-def test_without_locks_the_file_of_a_process_that_is_gone_is_stale(output, no_locks):
+def test_without_locks_the_file_of_a_process_that_is_gone_is_stale(output, monkeypatch):
+    no_locks(monkeypatch)
     refuses = "fcntl.flock = lambda *given: exec('raise OSError(errno.ENOLCK, str())')"
     process = holding(output.path, before=refuses)
     try:
@@ -276,17 +268,3 @@ def test_two_runs_at_a_time_share_nothing(given, monkeypatch):
         apart = {"name": "apart", "log_file": "runs/run/apart.jsonl", "steps": 2}
         assert llmq.train(**{**given, **apart}).steps == 2
     assert results[0].steps == 12 and list(Path("runs/run").rglob(".*")) == []
-
-
-def test_one_run_after_the_other_has_the_lock_however_the_first_ended(given, monkeypatch):
-    with pytest.raises(DataError):
-        llmq.train(**{**given, "train_file": "absent.bin"})
-    assert not Path("runs").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "update", lambda *about: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            llmq.train(**given)
-    assert llmq.train(**given).steps == 12
-    with pytest.raises(UsageError, match="earlier run"):
-        llmq.train(**given)
-    assert llmq.train(**{**given, "continue": "newest", "steps": 14}).steps == 14

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_runs import ANYWHERE, launched_flags
 
-from llmq.comm.ray_group import free_port
+from llmq.comm.launch import free_port
 from llmq.errors import UsageError
 from llmq.report.read import read_log
 
