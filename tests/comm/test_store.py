@@ -3,7 +3,7 @@
 import random
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from rank_threads import at_once
@@ -42,11 +42,10 @@ def met(member):
     return [port for _, port in member.places]
 
 
-def meet(order, *, size=16):
-    """One rendezvous of `size` ranks and the server, which start in a random order within 30 ms."""
-    draw = random.Random(order)
-    port = free_port()
-    servers = []
+@pytest.mark.parametrize("order", [*range(5), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(5, 200))])
+def test_ranks_and_server_start_in_any_order(order, size=16):
+    """Within 30 ms."""
+    draw, port, servers = random.Random(order), free_port(), []
 
     def work(index):
         if index == size:
@@ -61,63 +60,51 @@ def meet(order, *, size=16):
     assert found[:size] == [list(range(size))] * size
 
 
-@pytest.mark.parametrize("order", [*range(5), *(pytest.param(n, marks=pytest.mark.sweep) for n in range(5, 200))])
-def test_ranks_and_server_start_in_any_order(order):
-    meet(order)
-
-
-def skip_without_ipv6(*hosts):
-    if "::1" in hosts:
+@pytest.mark.parametrize(
+    ("host", "address", "listens"),
+    [
+        ("", "127.0.0.1", True),
+        ("", "::1", True),
+        ("a-name-of-others", "127.0.0.1", True),
+        ("localhost", "localhost", True),
+        ("::1", "::1", True),
+        ("localhost", "::1", False),
+        ("127.0.0.1", "::1", False),
+        ("::1", "127.0.0.1", False),
+    ],
+)
+def test_a_store_listens_where_it_is_reached_and_one_of_this_machine_nowhere_else(host, address, listens):
+    if "::1" in (host, address):
         try:
             socket.create_server(("::1", 0), family=socket.AF_INET6).close()
         except OSError:
             pytest.skip("this machine has no IPv6")
+    with closing(StoreServer(host, 0, 1, TOKEN, 5)) as server:
+        if listens:
+            member = Membership.join(address, server.port, 0, 1, TOKEN, 5, own_port=7)
+            assert member.places == [(address, 7)], "where the store is reached, on its own machine"
+            member.close()
+        else:
+            with pytest.raises(WorldError, match="found no store"):
+                Membership.join(address, server.port, 0, 1, TOKEN, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [("", "127.0.0.1"), ("", "::1"), ("a-name-of-others", "127.0.0.1"), ("localhost", "localhost"), ("::1", "::1")],
-)
-def test_a_store_listens_where_it_is_reached(host, address):
-    skip_without_ipv6(host, address)
-    server = StoreServer(host, 0, 1, TOKEN, 5)
-    member = Membership.join(address, server.port, 0, 1, TOKEN, 5, own_port=7)
-    assert member.places == [(address, 7)], "where the store is reached, on its own machine"
-    member.close()
-    server.close()
-
-
-@pytest.mark.parametrize(("host", "address"), [("localhost", "::1"), ("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
-def test_a_store_of_this_machine_listens_nowhere_else(host, address):
-    skip_without_ipv6(host, address)
-    server = StoreServer(host, 0, 1, TOKEN, 5)
-    with pytest.raises(WorldError, match="found no store"):
-        Membership.join(address, server.port, 0, 1, TOKEN, 0.1)
-    server.close()
-
-
-def test_missing_ranks_are_named_at_the_deadline_of_the_server():
+def test_missing_ranks_are_named_at_the_deadline():
     with served(8, deadline=0.5) as server:
         found = at_once(8, lambda rank: joined(server, rank, 8) if rank not in (1, 4, 5, 6) else None)
         late = at_once(1, lambda _: joined(server, 4, 8))
     for error in [found[0], found[2], found[3], found[7], *late]:
         assert "of 8 ranks, ranks 1, 4 to 6 did not come within 0.5 s" in str(error), error
-
-
-def test_missing_ranks_are_named_at_the_deadline_of_a_rank():
-    with served(3) as server:
+    with served(3) as server:  # and at that of a rank
         found = at_once(2, lambda rank: joined(server, rank, 3, deadline=0.4 if rank else 10))
     assert all("rank 2 did not come" in str(error) for error in found)
 
 
-def test_without_a_server_the_address_is_named():
+def test_a_server_that_is_absent_or_has_no_port_is_named():
     port = free_port()
     with pytest.raises(WorldError, match=f"rank 3 found no store at 127.0.0.1:{port} within 0.2 s") as error:
         Membership.join(HOST, port, 3, 4, TOKEN, 0.2)
     assert error.value.exit_code == 6
-
-
-def test_a_port_in_use_is_named():
     with served(1) as server, pytest.raises(WorldError, match=f"cannot use port {server.port}"):
         StoreServer(HOST, server.port, 1, TOKEN, 1)
 
@@ -151,18 +138,13 @@ class Noted(wire.Channel):
 
 def handshake(call, answer):
     """What both sides of a connection say to each other, each a function of its channel."""
-    channels = pair()
+    with socket.create_server((HOST, 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        channels = Noted(one), Noted(listener.accept()[0])
     at_once(2, lambda side: (call, answer)[side](channels[side]))
     for channel in channels:
         channel.close()
     return [message for channel in channels for message in channel.sent]
-
-
-def pair():
-    """Two ends of a connection."""
-    with socket.create_server((HOST, 0)) as listener:
-        one = socket.create_connection(listener.getsockname())
-        return Noted(one), Noted(listener.accept()[0])
 
 
 def test_the_token_is_never_sent_and_no_proof_holds_twice():
@@ -234,14 +216,11 @@ def test_a_message_above_the_limit_is_refused():
     assert "rank 0 is lost: it keeps the store; its connection has ended" in lost
 
 
-def test_a_rank_that_joins_twice_is_named():
+def test_a_rank_that_joins_twice_or_belongs_elsewhere_is_named():
     with served(3, deadline=0.6) as server:
         found = at_once(3, lambda rank: joined(server, max(rank, 1), 3), pauses=[0, 0.05, 0.1])
     assert sum("rank 1 joined twice, from 127.0.0.1 and from 127.0.0.1" in str(error) for error in found) == 3
     assert sum("rank 0 did not come" in str(error) for error in found) == 2
-
-
-def test_another_number_of_ranks_is_named():
     with served(2) as server:
         with pytest.raises(WorldError, match=r"rank 2 on 127.0.0.1 belongs to a run of 3 ranks, and this one has 2"):
             joined(server, 2, 3)
@@ -262,26 +241,17 @@ def test_a_rank_may_come_again_until_all_are_here():
             joined(server, 1, 2)
 
 
-def test_all_hear_of_a_lost_rank():
-    with served(3) as server:
-        members = at_once(3, lambda rank: joined(server, rank, 3))
+def test_all_hear_of_a_lost_rank_and_one_that_left_is_no_loss():
+    with served(4) as server:
+        members = at_once(4, lambda rank: joined(server, rank, 4))
+        members[3].close()
+        assert members[0].lost_within(0.3) == ""
         members[1]._channel.end()
         for rank in (0, 2):
             assert members[rank].lost_within(5) == "rank 1 is lost: its process has ended"
-
-
-def test_a_rank_that_left_is_no_loss():
-    with served(2) as server:
-        members = at_once(2, lambda rank: joined(server, rank, 2))
-        members[1].close()
-        assert members[0].lost_within(0.3) == ""
-        members[0].close()
-
-
-def test_a_store_that_ends_says_so_to_ranks_that_are_still_there():
-    with served(2) as server:
-        members = at_once(2, lambda rank: joined(server, rank, 2))
-    assert members[0].lost_within(0.3) == ""
+    with served(1) as server:  # which says that it ends
+        member = joined(server, 0, 1)
+    assert member.lost_within(0.3) == ""
 
 
 @pytest.mark.parametrize(("keepers", "who"), [([0], "rank 0"), ([None], "the launcher")])
@@ -296,9 +266,10 @@ def test_who_keeps_the_store_is_named_when_it_breaks_off(keepers, who):
 
 
 def test_ranks_are_told_in_words():
-    assert store.in_words([3]) == "rank 3"
-    assert store.in_words([7, 1, 4, 6, 5]) == "ranks 1, 4 to 7"
+    assert [store.in_words(ranks) for ranks in ([3], [7, 1, 4, 6, 5])] == ["rank 3", "ranks 1, 4 to 7"]
     assert store.in_words([1, 2]) == "ranks 1 to 2"
+    said = lost_in_words(1, "it waits", Beat(3, "", 7))
+    assert said == "rank 1 is lost: it waits (last seen in step 3, after collective 7)"
 
 
 PATIENCE = 60.0
@@ -353,11 +324,6 @@ def test_ranks_that_stand_still_are_lost_where_others_wait_for_them(ranks, secon
     assert Board(*ranks, seconds=seconds, alive=alive).lost() == lost
 
 
-def test_a_lost_rank_says_where_it_was_last_seen():
-    said = lost_in_words(1, STANDS, Board(*COMPUTES, seconds=60).ranks[1].beat)
-    assert said == f"rank 1 is lost: {STANDS} (last seen in step 3, after collective 7)"
-
-
 def test_nobody_is_lost_while_all_advance():
     board = Board(("", 0, ""), ("", 0, ""))
     for count in range(500):
@@ -367,9 +333,16 @@ def test_nobody_is_lost_while_all_advance():
         assert not board.lost()
 
 
-def test_the_time_of_what_took_long_does_not_count_afterwards():
-    board = Board(("", 7, "exporting"), ("gather", 8, ""), seconds=600)
-    board.hear(0, "", 7)
+@pytest.mark.parametrize(
+    ("ranks", "now"),
+    [
+        ([("", 7, "exporting"), ("gather", 8, "")], ("", 7)),  # the time of what took long does not count afterwards
+        ([("", 3, "exporting"), ("reduce", 4, ""), ("reduce", 4, "")], ("reduce", 4)),  # which all have now begun
+    ],
+)
+def test_ranks_that_waited_for_what_took_long_are_not_lost(ranks, now):
+    board = Board(*ranks, seconds=600)
+    board.hear(0, *now)
     board.tick()
     assert not board.lost()
 
@@ -383,13 +356,6 @@ def test_ranks_that_were_just_released_are_not_lost():
         assert not board.lost(), seconds
         board.tick()
     assert board.lost().keys() == {0, 1}
-
-
-def test_nor_are_those_in_a_collective_that_all_have_now_begun():
-    board = Board(("", 3, "exporting"), ("reduce", 4, ""), ("reduce", 4, ""), seconds=600)
-    board.hear(0, "reduce", 4)
-    board.tick()
-    assert not board.lost()
 
 
 def test_a_silent_rank_is_lost_before_those_that_wait_for_it():
@@ -419,11 +385,7 @@ def test_a_rank_that_left_may_have_been_the_last_to_come():
     board.ranks[1].leave()
     board.tick()
     assert not board.lost()
-
-
-def test_a_rank_that_failed_is_lost_at_once_with_its_reason():
-    board = Board(("gather", 8, ""), ("", 7, ""))
-    board.ranks[1].problem = "it has failed with DataError: no data"
+    board.ranks[1].problem = "it has failed with DataError: no data"  # which is known at once
     assert board.lost() == {1: "it has failed with DataError: no data"}
 
 
