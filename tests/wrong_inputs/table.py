@@ -24,14 +24,6 @@ BASE = {
 COMMAND_LINES = {
     ("llmq-train", 2): r"""
 --seq-len 0 | --seq-len 0 is below the least value: use 1
---seq-len 1.5 | --seq-len 1.5 is not a whole number: Tokens
---batch-size 0 | --batch-size 0 is below the least value: use
---epochs nan | --epochs nan is not a finite number
---learning-rate nan | --learning-rate nan is not a finite number
---beta-1 1 | --beta-1 1 is too large: use less than 1
---cooldown 9 --steps 3 | --warmup 0 and --cooldown 9 need 9 steps, but
---lr-schedule cosnie | --lr-schedule cosnie is not one of cosine
---matmul-dtype fp4 | --matmul-dtype fp4 is not one of fp32, bf16
 --bf16-layers layers.9 --matmul-dtype e4m3 | --bf16-layers layers.9: no such layer or site
 --bf16-layers 9,9 --matmul-dtype e4m3 | --bf16-layers 9,9: two numbers are the first
 --bf16-layers ' ' --matmul-dtype e4m3 | --bf16-layers : no such layer or site in a
@@ -44,21 +36,15 @@ COMMAND_LINES = {
 --attn-bwd-chunks 3 | --attn-bwd-chunks 3 does not divide
 --offload-quants --no-persistent-quants | --no-persistent-quants leaves no copies for
 --fit-may states | --fit-may states says what --fit may choose
---memory-limit 16 | --memory-limit 16: give a size above 0 with
 --host-memory-limit -1GiB | --host-memory-limit -1GiB: give a size above
 --gpu H200 | --gpu H200 plans for a GPU, but --device is
 --packing most | --packing most: give windows, true (the same
 --packing --no-packing | --packing and --no-packing are both given
---no-packing --max-docs=3 | --max-docs 3 is for packed rows: add --packing
---attn-bwd-chunks 0 | --attn-bwd-chunks 0 is below the least value: use 1 or more
---packing --seq-len 1 | --seq-len 1: a document of one token has no
 --max-docs 3 | --max-docs 3 is for packed rows: add
 --max-docs 99 --packing | --max-docs 99 is more than the --seq-len 16
 --weight 1 --weight 2 | --weight is given 2 times and --train-file 1
 --weight -1 | the weight -1.0 is not a number above 0
 --eval-fraction 0.5 | --eval-fraction 0.5 is for --data: give that
---streaming | --streaming is for --data: give that, or
---lora-rank auto | --lora-rank auto is not a whole
 --lora-rank 4 --lora-targets q_porj | --lora-targets q_porj: no such linear map in
 --lora-rank 4 --lora-targets '' | --lora-targets '': no such linear map in a
 --lora-rank 4 --lora-targets 'layers.[0-' | --lora-targets layers.[0-: no such linear map
@@ -77,20 +63,17 @@ COMMAND_LINES = {
 --optimizer sgd --momentum 0.9 --offload-opt-v | --offload-opt-v frees no memory, as the optimizer keeps m (Momentum)
 --optimizer sgd --offload-opt-m | --offload-opt-m frees no memory
 --optimizer sgd --offload-optimizer | --offload-optimizer frees no memory, as the optimizer keeps nothing
---reset weights --continue auto | --reset weights
 --memory-limit 0GiB | --memory-limit 0GiB: give a size above 0
 --lora-rank 4 --lora-alpha-pattern q_proj=nan | --lora-alpha-pattern q_proj=nan: write
 --lora-rank 4 --lora-rank-pattern nothing=3 | --lora-rank-pattern nothing: no linear map
 --lora-rank 4 --train-also nothing | --train-also nothing: nothing in the model has
 --lora-rank 4 --adalora --adalora-target-rank 9 | --adalora-target-rank 9 is not below
 --lora-rank 999999 | --lora-rank 999999 is larger than
---merge | --merge is for adapters: add --lora-rank
 --ia3 nothing | --ia3 nothing: no such linear map in a model
 --lisa 2 | LISA is no longer there: use --lora-rank 16
 --prompt-tuning 16 | --seq-len 16 counts the 16 virtual tokens
 --prompt-tuning 2 --merge | --merge adds adapters to weights
 --train-only nothing | --train-only nothing: nothing in the model
---out-dir x --checkpoint-dir x | --checkpoint-dir and --out-dir are both x
 --sample-prompts prompts.txt --eval-every-n-steps 0 | --sample-prompts prompts.txt shows
 --sample-prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
 --reset data | --reset data is for a run that resumes: add
@@ -107,34 +90,18 @@ COMMAND_LINES = {
 --lr | Option '--lr' requires an argument.
 --model | Option '--model' requires an argument.
 --config m | --config m cannot be read: Is a directory
---config tabs.yaml | --config tabs.yaml is not YAML
---config list.yaml | --config list.yaml must hold lines of the
 --config unknown.yaml | unknown.yaml:3: unknown option --bacth-size
---config config.yaml | config.yaml:1: config is for the command
---config deep.yaml | --config deep.yaml is not YAML
---config latin.yaml | --config latin.yaml is not YAML
 --config /dev/null/x | --config /dev/null/x cannot be read: Not a
---train-file '' | --train-file '' is empty: give a path, or
 """,
     ("llmq-train", 3): r"""
 --model ./absent | there is no folder ./absent
 --model org/absent | there is no folder org/absent, and the model
 --model text.txt | text.txt is a file: give the folder that it
 --model m-none | m-none/config.json is absent: a Hugging Face
---model m-list | m-list/config.json holds a JSON list, not an
 --model m-json | m-json/config.json is not valid JSON
---model m-deep | m-deep/config.json is not valid JSON
 --model m-moe | num_experts (8): mixtures of experts are not
 --model m-arch | architectures (['GPT2LMHeadModel']): is not
---model m-heads | num_attention_heads (0): must be greater than
---model m-size | hidden_size ('wide'): must be a valid integer
 --model m-eps | rms_norm_eps (-1): must be greater than 0
---model m-rope | rope_scaling (7): must be an object or null
---model m-huge --from-scratch | vocab_size (1000000000000): must be less than
---model m-kv | num_key_value_heads (3): does not divide
---model m-dtype | torch_dtype ('int3'): is not supported; known
---model m-eos | eos_token_id ('end'): must be a token id, a
---model m-layers | num_hidden_layers (None): is needed
 --model m-less | missing: model.embed_tokens.weight
 --model m-shape | model.embed_tokens.weight has shape [5, 32]
 --model m-int | model.embed_tokens.weight is stored as I32
@@ -153,13 +120,9 @@ COMMAND_LINES = {
 --train-file absent.bin | absent.bin: cannot be read (No such file or
 --train-file 'absent*.bin' | no file matches absent*.bin: check the path
 --train-file m | m is not a file: give the path of a token
---train-file nothing.bin | nothing.bin is truncated: 0 bytes, of which
 --train-file text.bin | text.bin is not a token file: it starts with
 --train-file short.bin | the training data (3 tokens) has no sample of
 --train-file wide.bin | wide.bin: token 420 has the id 420, but the
---train-file cut.bin | cut.bin is truncated: 1122 bytes, but 600
---train-file head.bin | head.bin is truncated: 20 bytes, of which the
---train-file long.bin | long.bin has extra bytes: 2246 bytes, but 600
 --train-file sidecar.bin | sidecar.bin.json is not a sidecar of a token
 --train-file /dev/null | /dev/null is not a file: give the path of a
 --eval-file absent.bin | absent.bin: cannot be read (No such file or
@@ -220,12 +183,10 @@ COMMAND_LINES = {
 --prompt hi --stop '' | --stop '': use a text that is not empty
 --prompt hi --max-tokens 0 | --max-tokens 0 is below the least value
 --prompt hi --temperature -1 | --temperature -1 is below the least value
---prompt hi --temperature nan | --temperature nan is not a finite number
 --prompt hi --top-p 0 | --top-p 0 is too small: use more than 0
 --prompt hi --top-k 5 | cut what is drawn from: give a --temperature above 0
 --prompt hi --device tpu | --device tpu is not one of auto, cpu, cuda
 --prompt hi --out answers | --out takes JSON lines: give --json
---prompt hi --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
 --prompt hi --bogus | --bogus
 --prompt hi --max-tokens 99999999 | the longest prompt and --max-tokens 99999999
 --prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
@@ -235,9 +196,6 @@ COMMAND_LINES = {
 """,
     ("llmq-generate", 3): r"""
 --prompt hi --model ./absent | there is no folder ./absent
---prompt hi --model bare --tokenizer m | bare has no model.safetensors or
---prompt hi --model m-torn --tokenizer m | m-torn/model.safetensors is not a valid
---prompt hi --adapter absent | absent has no adapter_config.json: give a
 --prompt hi --adapter a-foreign | a-foreign does not fit the model: missing
 --prompt hi --tokenizer t-torn | t-torn/tokenizer.json cannot be loaded
 --prompt hi --tokenizer t-config | t-config/tokenizer_config.json is not valid
@@ -299,25 +257,13 @@ COMMAND_LINES = {
 --input chats.jsonl --chat-template broken.jinja | broken.jinja: the chat template is not Jinja
 --input chats.jsonl --chat-template raises.jinja | chats.jsonl:1: the chat template
 --input columns.jsonl --prompt-template unknown.jinja --map answer=b | columns.jsonl:1: the prompt template fails
---input absent.txt | absent.txt: cannot be read (No such file or
 --input 'absent*' | no file matches absent*: check the path (the
 --input nothing.txt | there is no text in nothing.txt (0 bytes)
 --input latin.txt | latin.txt has no line break within, so no
---input latin.jsonl | latin.jsonl:1: not UTF-8: byte 13 of the row
---input torn.jsonl | torn.jsonl:4: not JSON
---input number.jsonl | number.jsonl:1: a number, where a row is an
 --input columns.jsonl | columns.jsonl:1: the columns (a, b) match no
---input roles.jsonl | roles.jsonl:1: message 1 has neither content
 --input robot.jsonl | robot.jsonl:1: message 1 has no role: its
 --input messages.jsonl | messages.jsonl:1: the columns (messages)
---input text.jsonl | text.jsonl:1: text is a number, not text: fix
 --input tokens.jsonl | tokens.jsonl:1: the columns (tokens) match no
---input deep.jsonl | deep.jsonl:1: not JSON that can be read
---input rows.csv | rows.csv:1: not CSV
---input rows.json | rows.json: not JSON (Expecting value
---input bad.parquet | bad.parquet: not a parquet file that can be
---input bad.jsonl.gz | bad.jsonl.gz: cannot be read
---input bad.jsonl.zst | bad.jsonl.zst: cannot be read
 --input train.bin | train.bin is not UTF-8: byte 32 is 0xa4
 --input m | m/tokenizer.json: not an array of rows
 --input text.txt --model t-spm | t-spm has only a sentencepiece
@@ -334,7 +280,6 @@ COMMAND_LINES = {
 --adapter a --weight 1 --weight 2 | 2 --weight for 1 --adapter: give one for
 --adapter a --export-dtype int8 | 'int8' is not one of 'bf16', 'fp16', 'fp32'.
 --adapter a --base-dtype int4 | 'int4' is not one of 'fp32', 'bf16', 'e4m3'
---adapter a --model Qwen2.5-7B | Qwen2.5-7B is a preset, which is a shape
 --adapter '' | it is empty: give a path.
 --adapter a stray | Got unexpected extra argument (stray)
 --out-dir x | Missing option '--adapter'.
@@ -342,8 +287,6 @@ COMMAND_LINES = {
     ("llmq-merge", 3): r"""
 --adapter absent | absent has no adapter_config.json: give a
 --adapter a-foreign | a-foreign does not fit the model: missing
---adapter a --model ./absent | there is no folder ./absent
---adapter a --model bare | bare has no model.safetensors or
 --adapter a --model m-less | missing: model.embed_tokens.weight
 """,
     ("llmq-merge", 7): r"""
@@ -357,7 +300,6 @@ COMMAND_LINES = {
 --gpu 'RTX 9999' | --gpu RTX 9999 is not a known card: give a
 --gpu -1GiB | --gpu -1GiB is not a known card: give a size
 --gpus 0 | --gpus 0 counts the GPUs of this machine, and
---lora-rank 4 --lora-targets nothing | --lora-targets nothing: no such linear map in
 --seq-tiles 7 | --seq-tiles 7 does not divide the 4096 tokens
 --bogus | --bogus
 stray | Got unexpected extra argument (stray)
@@ -376,16 +318,13 @@ stray | Got unexpected extra argument (stray)
 --dtypes int4 | --dtypes int4: known are fp32, bf16, e4m3
 --dtypes '' | --dtypes ('',) is empty: give one value or
 --recompute everything | --recompute everything: known are swiglu
---batch-size 0 | --batch-size 0 is below the least value: use
 --steps x | --steps x is not a whole number: Optimizer
 --batch-size 3 --seq-len 100 --tokens-per-step 524288 | --tokens-per-step 524288 is not a multiple of
 --gpus 2 | --gpus 2 counts GPUs, but --device is cpu
 --zero-levels 9 | --zero-levels 9 is above the largest value
 --zero-levels 1,3 | --zero-levels is for several GPUs: add --gpus
 --save '' | --save '' is empty: give a path, or leave
---lora-rank 4 --lora-targets nothing | --lora-targets nothing: no such linear map in
 --fp8-scaling current | --fp8-scaling current is for e4m3 matmuls
---lmhead-chunks 7 | --lmhead-chunks 7 does not divide the 128
 --fit --batch-size 3 | --fit chooses the size of a micro-batch
 --bogus | --bogus
 stray | No such command 'stray'.
@@ -420,9 +359,7 @@ several | the folder several has no log.jsonl, and
 log.txt | the log log.txt is corrupt
 schema.jsonl | the log schema.jsonl has schema 99, this llmq
 steps.jsonl | the log steps.jsonl has no steps yet
-loss.jsonl | the log loss.jsonl is corrupt
 nan.jsonl | the log nan.jsonl is corrupt
-deep.jsonl | the log deep.jsonl is corrupt
 run.jsonl absent | there is no run folder or log at absent
 """,
     ("llmq-plot", 7): r"""
@@ -460,26 +397,19 @@ OPTIONS = {"model": "m", "train_file": "train.bin", "device": "cpu", "steps": 1,
 CHATS = {"train_file": None, "data": "chats.jsonl"}
 TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"model": []}, "--model [] is not text"),
-    ({"model": {"name": "m"}}, "is not text"),
     ({"model": True}, "--model True is not text"),
     ({"model": Path("absent/a/b")}, "there is no folder absent/a/b"),
     ({"model": "\ud800"}, "no path has"),
     ({"seq_len": None}, "--seq-len None is not a whole number"),
-    ({"seq_len": True}, "not true or false"),
     ({"seq_len": np.int64(0)}, "below the least value"),
     ({"seq_len": object()}, "is not a whole number"),
-    ({"learning_rate": None}, "--learning-rate None is not a number"),
     ({"train_file": 5}, "--train-file 5 is not a list"),
     ({"train_file": None}, "--train-file is needed"),
-    ({"train_file": []}, "--train-file [] is empty"),
     ({"train_file": [None]}, "--train-file None is not text"),
     ({"train_file": b"train.bin"}, "is not a list"),
-    ({"train_file": ["train.bin", ""]}, "--train-file '' is empty"),
     ({"train_file": "a\0b"}, "no path has"),
-    ({"from_scratch": "maybe"}, "--from-scratch maybe is not true or false"),
     ({"from_scratch": None}, "--from-scratch None is not true or false"),
     ({"packing": 3}, "--packing 3: give windows"),
-    ({"lora_rank": True}, "--lora-rank True"),
     ({"lora_rank": 4, "lora_targets": ["q_proj"]}, "is not text"),
     ({"batch size": 3}, "unknown option --batch size"),
     ({"": 3}, "unknown option --"),
@@ -490,15 +420,12 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"config": "a\0b"}, "is not the path of a file"),
     ({"watch": 5}, "watch is 5"),
     ({"console": "out.txt"}, "console is 'out.txt'"),
-    ({"out_dir": None}, "--out-dir None is not text"),
     ({"out_dir": Path("/proc/x")}, "/proc takes no new files"),
     ({"name": "\ud800"}, "cannot be part of a path"),
-    ({"weight": [None]}, "--weight None is not a number"),
     ({"continue": 2.5}, "there is no checkpoint at 2.5"),
     ({"continue": [1]}, "--continue [1] is not text"),
     ({"device": 0}, "--device 0 is not one of"),
     ({"launcher": "ray"}, "--launcher ray needs several processes"),
-    ({"verbosity": "loud"}, "--verbosity loud is not a whole number"),
     ({"memory_limit": 16}, "give a size above 0 with its unit"),
     ({"reset": "all"}, "--reset all is not one of optimizer, data or lr"),
     ({"reset": 5}, "--reset 5 is not a list"),
@@ -508,7 +435,6 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({**CHATS, "data": 5}, "--data 5 is not a list"),
     ({**CHATS, "data": [{"text": "x"}]}, "is not text"),
     ({**CHATS, "data": "absent.txt"}, "absent.txt: cannot be read"),
-    ({**CHATS, "data": "deep.jsonl"}, "nested too deeply"),
     ({**CHATS, "chat_template": "{% for"}, "the chat template is not Jinja"),
     ({**CHATS, "map": {"a": "b"}}, "is not a list"),
     ({**CHATS, "map": ["x"]}, "--map x: give OURS=THEIRS"),
@@ -531,7 +457,6 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 1.5}, "--max-tokens 1.5 is not a whole number"),
     ({"temperature": float("nan")}, "--temperature nan is not a finite number"),
     ({"repetition_penalty": np.inf}, "--repetition-penalty inf is not a finite number"),
-    ({"from_scratch": "maybe"}, "--from-scratch maybe is not true or false"),
     ({"bogus": 1}, "no setting bogus"),
     ({"sampling": 5}, "sampling is 5"),
     ({"max_new_tokens": 3}, "did you mean max_tokens?"),
