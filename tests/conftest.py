@@ -1,8 +1,9 @@
 """Which tests run: `slow` ones with --all, `judge` ones with --judges, `sweep` ones with --sweeps, `gpu` ones on a
 CUDA device.
 
-Of a test with the marker `sample` as many cases run as it takes to have each value of each parameter; the others are
-slow, or with `sample("sweep")` a sweep. With `by=2` each pair of values is there.
+Of a test with the marker `quick` the cases with the ids that it names run, and the others are slow. Of one with the
+marker `sample` as many cases run as it takes to have each value of each parameter; the others are slow, or with
+`sample("sweep")` a sweep. With `by=2` each pair of values is there.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 from collections import defaultdict
+from fnmatch import fnmatchcase
 from itertools import combinations
 
 import hypothesis
@@ -88,20 +90,39 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselects what was not asked for; `-m` is an explicit choice and is left alone."""
+    """Deselects what was not asked for or has no GPU; `-m` is an explicit choice and is left alone."""
+    absent = set()
     if any(item.get_closest_marker("gpu") for item in items) and (problem := cuda_problem()):
         for item in items:
             if marker := item.get_closest_marker("gpu"):
-                emulated = shutil.which("g++") and _is_emulated(config, item, marker.kwargs.get("emulated"))
-                item.add_marker(pytest.mark.emulated if emulated else pytest.mark.skip(reason=problem))
+                if shutil.which("g++") and _is_emulated(config, item, marker.kwargs.get("emulated")):
+                    item.add_marker("emulated")
+                else:
+                    item.add_marker(pytest.mark.skip(reason=problem))
+                    absent.add(item)
+    _choose(items)
     _sample(items)
     if config.option.markexpr:
         return
     unwanted = [marker for marker, flag in CHOSEN_BY.items() if not config.getoption(flag)]
-    dropped = {item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)}
+    dropped = absent | {item for item in items if any(item.get_closest_marker(marker) for marker in unwanted)}
     if dropped:
         config.hook.pytest_deselected(items=[*dropped])
         items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says why the tests of a GPU were left out: skipping each of them would take seconds."""
+    if not config.option.markexpr and (problem := cuda_problem()):
+        terminalreporter.write_line(f"Without the tests that need a GPU: {problem}.")
+
+
+def _choose(items):
+    """Marks the cases that the marker `quick` does not name as slow."""
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        if marker and not any(fnmatchcase(item.callspec.id, name) for name in marker.args):
+            item.add_marker("slow")
 
 
 def _sample(items):

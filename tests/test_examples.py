@@ -70,6 +70,7 @@ def test_own_data(example):
     assert "after 3 steps" in said and "[[" in said
 
 
+@pytest.mark.slow
 def test_mixture(example):
     folder, said = example("mixture.sh", *FLAGS, "--from-scratch", CHATS="chats.jsonl", TEXT="texts.jsonl")
     assert steps(folder / "runs/mixture") == [1, 2, 3]

@@ -17,6 +17,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 def test_mypy_refuses_a_call_that_the_reference_does_not_take(tmp_path):
     lines = ["from llmq.protocols import Ops", "from llmq.tensor import Ref", "def calls(ops: Ops, x: Ref) -> None:"]
     (tmp_path / "calls.py").write_text("\n".join([*lines, *(f"    {call}" for call in CALLS)]), "utf-8")

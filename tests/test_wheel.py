@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import llmq
 from llmq.ops.cuda import compile as cuda_compile
 
@@ -35,6 +37,7 @@ def test_kernels_are_found_by_the_name_of_their_op(tmp_path, monkeypatch):
     assert cuda_compile.cuda_folder() == tmp_path / "llmq" / "_cuda"
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_package_and_the_cuda_sources(tmp_path):
     """Built from a copy by the build backend itself, unpacked, and asked."""
     copy = tmp_path / "checkout"

@@ -354,6 +354,7 @@ def test_help_answers_in_under_400_ms():
     raise AssertionError(turns)
 
 
+@pytest.mark.slow
 def test_a_bare_environment_is_enough(tmp_path):
     """C locale, no HOME, a terminal that knows ASCII only, no bytecode to be written."""
     settings = {"LC_ALL": "C", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii", "PYTHONDONTWRITEBYTECODE": "1"}

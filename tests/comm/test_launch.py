@@ -163,6 +163,7 @@ def waiting(tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_each_rank_hears_each_signal_once(waiting):
     """Sent to the launcher's process group, as a terminal does."""
     launcher, log = waiting(signal.SIGTERM)

@@ -69,6 +69,7 @@ def test_a_step_that_is_not_finite_changes_nothing(precision):
     assert np.isfinite(train_steps(engine, steps=3)).all()
 
 
+@pytest.mark.quick("fp8*")
 @EVERY
 def test_a_restored_engine_continues_with_the_same_bits(precision):
     plan = plan_of(precision)

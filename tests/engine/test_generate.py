@@ -238,6 +238,7 @@ def test_a_trainer_writes_what_a_generator_of_its_weights_writes(method):
     assert written == texts(opened(adapters=METHODS[method]), prompts, 5)
 
 
+@pytest.mark.quick("3-host")
 @pytest.mark.sample
 @pytest.mark.parametrize("host", [(), ("weight", "master")], ids=["device", "host"])
 @pytest.mark.parametrize("level", [1, 3])

@@ -100,6 +100,7 @@ def test_padding_and_what_lies_behind_it_change_nothing():
     assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.quick("recompute_ffn", "recompute_block", "chunks")
 @pytest.mark.parametrize("change", [*ROLES, "chunks"])
 def test_recompute_flags_and_chunks_are_bit_equal(change):
     memory = Memory((), attention_chunks=B) if change == "chunks" else Memory((change,))

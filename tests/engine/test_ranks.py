@@ -111,6 +111,7 @@ def test_compressed_gradients_are_off_by_what_is_logged():
         assert off < 2**-4 and (off == 0) == (gradient.ndim == 1), f"{name}: {off}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize("name", ["bf16", pytest.param("fp8", marks=SLOW), pytest.param("exchanged", marks=SLOW)])
 def test_sums_over_micro_steps_depend_only_on_when_ranks_add_theirs(name, size):
@@ -180,6 +181,7 @@ def test_a_rank_holds_less_at_every_level():
     assert tables[3]["Weights"] * 3 < tables[2]["Weights"]
 
 
+@pytest.mark.quick("*-[03]")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("precision", "memory"),

@@ -55,6 +55,7 @@ def test_the_fastest_of_all_that_fit_is_first(changing):
             assert min(fitting) <= one.cost.seconds * WORTH ** len(one.mark and [1]) <= 1.001 * min(fitting)
 
 
+@pytest.mark.slow
 def test_each_of_the_next_needs_less_of_the_device():
     best = searched(UNLIMITED).best([NOTHING], 5)
     sizes = [one.cost.num_bytes for one in best]
@@ -63,6 +64,7 @@ def test_each_of_the_next_needs_less_of_the_device():
     assert best[0].changes == {} and all(one.flags.startswith("--") for one in best[1:])
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_misses_least():
     search = searched(1)
     assert not search.best([NOTHING], 1)

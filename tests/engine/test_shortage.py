@@ -53,6 +53,7 @@ def message_of(error, on, memory=None):
     return plan, str(caught.value)
 
 
+@pytest.mark.quick("memory")
 @pytest.mark.parametrize("on", ["prepare", "memory"])
 def test_an_allocation_that_is_refused_says_what_was_planned_is_free_and_is_missing(on):
     fits = plan_of(BF16, Memory(("recompute_block",)), tiny(num_layers=1)).total_bytes
@@ -65,6 +66,7 @@ def test_an_allocation_that_is_refused_says_what_was_planned_is_free_and_is_miss
     assert re.search(r"^1 .* bytes  --", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_what_a_library_lacks_beside_the_plan_is_made_free_by_a_smaller_one(monkeypatch):
     monkeypatch.setattr(advice, "LIBRARY_BYTES", 1)
     plan, said = message_of(lambda plan: RefusedMemoryError("a workspace", free_bytes=0), "run")
@@ -104,6 +106,7 @@ def test_a_cpu_whose_memory_was_taken_is_not_written_until_the_kernel_ends_the_p
     assert "Activations" in caught.value.requests
 
 
+@pytest.mark.quick("write")
 @pytest.mark.parametrize("call", ["write", "read", "start_read"])
 def test_what_is_refused_while_values_are_moved_has_a_table_too(monkeypatch, call):
     """Such as a buffer of pinned memory, or an array for a copy."""

@@ -64,6 +64,7 @@ def test_columns_turned_from_rows_are_those_quantized_from_the_value(form):
     assert turned.array.tobytes() == expected.array.tobytes() and scale.tobytes() == expected.scale.tobytes()
 
 
+@pytest.mark.quick("tilewise")
 @EVERY
 def test_a_large_row_is_never_there_in_f32(form):
     value = np.random.default_rng(0).standard_normal((16384, 512), np.float32).astype(DTYPES["bf16"])

@@ -17,6 +17,7 @@ def test_the_table_holds_cosines_then_sines():
     np.testing.assert_allclose(table, np.concatenate([np.cos(angles), np.sin(angles)], axis=1), atol=1e-15)
 
 
+@pytest.mark.slow
 def test_a_far_position_is_exact_to_the_rounding_of_the_table():
     """Angles in f32 would be off by 0.004 at position 100000; the table is computed in f64 and rounded once."""
     table = rope_table(RopeConfig(), 64, 100001, np.float32)

@@ -79,6 +79,7 @@ def test_what_is_on_the_host_takes_no_place_on_the_device(space, category, about
     assert {ref.home for ref in moved} <= {"host"}
 
 
+@pytest.mark.quick("bf16-streams", "bf16-residuals", "bf16-remade", "bf16-all")
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("memory", "columns"),
@@ -109,6 +110,7 @@ def test_nothing_grows_with_the_number_of_layers(precision, memory, columns):
         assert plain[0].arena_bytes() < plain[1].arena_bytes()
 
 
+@pytest.mark.quick("fp8-e4m3-delayed-3")
 @pytest.mark.sample
 @pytest.mark.parametrize("level", [0, 3, *(pytest.param(level, marks=SLOW) for level in (1, 2))])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed", pytest.param("fp8-e5m2-current", marks=SLOW)])
@@ -125,6 +127,7 @@ def test_nothing_of_a_rank_grows_with_the_number_of_layers(level, precision):
     assert host[0] < host[1] < host[2]
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed"])
 def test_the_host_has_less_at_every_level(precision):
     tables = [of_rank(level, DEEP, PRECISIONS[precision], size=4).table("host") for level in LEVELS]
@@ -282,6 +285,7 @@ def test_the_update_makes_one_copy_for_its_scale_and_none_that_has_its_own():
         assert len(made) == count * len(sites(plan)) and all(ref.form.layout == "row" for ref in made)
 
 
+@pytest.mark.quick("current")
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_a_run_goes_on_with_copies_made_for_each_use_and_without(scaling):
     engines = [engine_of(plan_of(FP8["e4m3", scaling], memory, CONFIG)) for memory in (Memory(), REMADE)]

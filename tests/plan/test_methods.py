@@ -89,6 +89,7 @@ def gradient_cases():
         yield from ((f"{method}, {name}", config, METHODS[method](config)) for name, config in WIRINGS.items())
 
 
+@pytest.mark.quick("dropout", "head", "full", "ia3", "prompt, tied*", "prefix, windows", "prefix, qk*")
 @pytest.mark.parametrize(
     ("config", "method"),
     [pytest.param(*one, id=name, marks=pytest.mark.slow if name == "some" else ()) for name, *one in gradient_cases()],
@@ -115,6 +116,7 @@ def test_gradients_are_those_of_finite_differences(config, method):
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
 
 
+@pytest.mark.quick("bf16-lora", "bf16-adalora", "bf16-ia3", "bf16-prompt")
 @pytest.mark.sample
 @pytest.mark.parametrize("name", METHODS)
 @EVERY
@@ -244,6 +246,15 @@ def moved():
     yield from (("tiles", name, None, "bf16") for name in VIRTUAL)
 
 
+@pytest.mark.quick(
+    "streamed-lora*",
+    "fused-dora*",
+    "residual-ia3*",
+    "recomputed-prefix*",
+    "states-prompt*",
+    "tiles-prompt*",
+    "fused-prefix*",
+)
 @pytest.mark.sample("sweep", by=2)
 @pytest.mark.parametrize(
     ("move", "name", "base", "kind"),
@@ -262,6 +273,7 @@ def test_what_moves_bytes_changes_no_bit(move, name, base, kind):
 PACKED = [(name, wiring) for name in METHODS for wiring in (WIRINGS if name in VIRTUAL else ["tied, biased"])]
 
 
+@pytest.mark.quick("lora-*", "adalora-*", "ia3-*", "prompt-tied*", "prefix-windows")
 @pytest.mark.parametrize(("name", "wiring"), PACKED)
 def test_a_pack_is_the_sum_of_its_documents(name, wiring):
     """Each begins with the virtual tokens, and sees those alone."""
@@ -296,6 +308,7 @@ def test_a_pack_is_the_sum_of_its_documents(name, wiring):
         assert np.linalg.norm(packed.gradient(row) - expected) <= bound * np.linalg.norm(expected), row
 
 
+@pytest.mark.quick("*0-lora", "*1-adalora", "*3-prefix")
 @pytest.mark.sample
 @pytest.mark.parametrize("name", [*METHODS, "head"])
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])

@@ -90,6 +90,7 @@ def test_an_fp8_head_stores_its_gradient_in_fp8_only_and_its_chunks_share_a_scal
     assert [cell for cell in plan.scales if "logits" in cell] == ["d.head.logits@e4m3"]
 
 
+@pytest.mark.quick("current")
 @pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise"])
 def test_chunks_of_an_fp8_head_only_change_the_order_of_sums(scaling):
     """Whole and in four pieces: the copies of x are the same bytes, those of the logits' gradient share a scale if it

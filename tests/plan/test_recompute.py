@@ -11,6 +11,7 @@ from llmq.plan.arena import aligned
 from llmq.plan.memory import ROLES, Memory
 
 
+@pytest.mark.quick("bf16", "fp8-e4m3-delayed")
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 def test_each_flag_frees_memory(precision):
     for config in (tiny(), tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False)):

@@ -144,6 +144,9 @@ def resolved(options, size):
     return facts.spec(options, precision.resolve(options.precision, facts.config))
 
 
+@pytest.mark.quick(
+    "plain-*", "e4m3-False", "hosted-True", "streamed-False", "momentum-True", "adapters-False", "ranks-False"
+)
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_changed_spec_is_what_its_options_give(name, undo):

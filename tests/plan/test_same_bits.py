@@ -157,6 +157,22 @@ def config_of(rule, memory):
     return CONFIGS[([*RULES].index(rule) + [*MEMORIES].index(memory)) % 2]
 
 
+@pytest.mark.quick(
+    "*-recompute_[!s]*",
+    "*-chunks",
+    "*-slots",
+    "*-streams",
+    "*-residuals",
+    "*-states",
+    "*-gradients",
+    "*-quants",
+    "*-weights",
+    "*-all",
+    "*-all, recomputed",
+    "*-all in place",
+    "*-remade, streamed",
+    "*-tiles, recomputed",
+)
 @pytest.mark.sample
 @cases(is_possible)
 def test_a_setting_changes_no_bit(rule, memory):
@@ -165,6 +181,7 @@ def test_a_setting_changes_no_bit(rule, memory):
     assert found == run_of(precision, plain(memory), config, hyper)
 
 
+@pytest.mark.quick("*-recompute_ffn", "*-chunks", "*-streams", "*-states", "*-weights", "*-tiles, recomputed")
 @pytest.mark.sample
 @cases(is_possible_in_backward)
 def test_an_update_in_backward_changes_no_bit(rule, memory):
@@ -268,6 +285,7 @@ def cases_of_ranks():
         yield pytest.param(name, level, memory, size, id=f"{name}-{level}-{memory}-{size}", marks=marks)
 
 
+@pytest.mark.quick("fp8-3-quants-2", "shard-gradients-1-all, recomputed-2")
 @pytest.mark.parametrize(("name", "level", "memory", "size"), [*cases_of_ranks()])
 def test_a_setting_changes_no_bit_of_any_rank(name, level, memory, size):
     """Results, and parameters."""
@@ -290,6 +308,7 @@ def test_random_combinations_in_any_order_change_no_bit(seed):
     assert all(map(same, ordered, on_ranks(run, size)))
 
 
+@pytest.mark.quick("None-remade, states-bf16", "1-all, recomputed-fp32", "3-all-bf16")
 @pytest.mark.sample
 @pytest.mark.parametrize(
     ("level", "memory", "master"),

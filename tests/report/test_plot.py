@@ -53,6 +53,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     return saved
 
 
+@pytest.mark.quick("png")
 @pytest.mark.parametrize("kind", sorted(MAGIC))
 def test_formats(tmp_path: Path, kind: str) -> None:
     before = dict(matplotlib.rcParams)

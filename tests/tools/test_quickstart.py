@@ -135,6 +135,7 @@ def test_too_little_learnt_is_a_failure_each_time(copy, monkeypatch):
     assert quickstart.quickstart(copy) == quickstart.quickstart(copy) == 1
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_ends_the_quickstart_with_its_code(tmp_path, capfd):
     setup = replace(tiny(tmp_path), inputs=(f"{tmp_path}/*.none",))
     with pytest.raises(SystemExit) as ended:

@@ -57,6 +57,7 @@ def test_a_run_keeps_the_budget_and_says_what(given):
     assert len(found) == 15
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given):
     """From within the choice, from its last step, and from the final ones."""
     given = {**given, "ckpt_interval": 1, "ckpt_keep_n": 0, "lora_dropout": 0.1}
@@ -71,6 +72,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given):
         llmq.train(**{**given, "continue": 3, "adalora_final": 1, "overwrite": True})
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_on_with_what_it_kept(given, tmp_path):
     first = llmq.train(**given, lora_targets="all,lm_head")
     rest = {name: value for name, value in given.items() if not name.startswith(("lora", "adalora"))}

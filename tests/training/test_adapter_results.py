@@ -41,6 +41,7 @@ def still(given, **more):
     ).eval_loss
 
 
+@pytest.mark.quick("pissa-int8", "lora-nf4", "ia3-None", "prefix-None", "head-bf16")
 @pytest.mark.sample
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("method", METHODS)

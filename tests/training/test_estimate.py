@@ -98,6 +98,7 @@ def test_no_longer_one_fits(estimated, units):
     assert estimated(*single, *longer)[0] == 4
 
 
+@pytest.mark.slow
 def test_what_is_given_stays_and_the_host_is_a_limit(estimated, units):
     offload, limit = "--offload-residual", "--host-memory-limit=0.2MiB"
     code, said = estimated(units, *FLAGS, offload, limit, "--lmhead-chunks=2", "--longest")

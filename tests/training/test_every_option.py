@@ -177,9 +177,6 @@ def walk(folder, monkeypatch):
     return silent
 
 
-OFTEN = ("memory", "sharding")  # sections of the options that usual tests walk
-
-
 def _lines(text):
     """The console's lines, but for numbers, which the files have, and the list of options; in no order, as a checkpoint
     is reported when it is complete."""
@@ -227,9 +224,8 @@ def test_every_option_has_a_value_to_walk_with(key):
         SECTIONS[d.section](**{"model": "base"} if d.section == "model" and key != "model" else {}, **{d.field: value})
 
 
-@pytest.mark.parametrize(
-    "section", [pytest.param(one, marks=() if one in OFTEN else pytest.mark.slow) for one in SECTIONS]
-)
+@pytest.mark.quick("sharding")
+@pytest.mark.parametrize("section", SECTIONS)
 def test_no_option_is_silent(walk, section):
     assert walk([key for key in _keys() if descriptions()[key].section == section], PLAIN) == []
 

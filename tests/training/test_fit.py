@@ -135,6 +135,7 @@ def test_what_is_given_stays(model):
     assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
 
 
+@pytest.mark.quick("given1")
 @pytest.mark.parametrize("given", [{"batch_size": 2}, {"batch_size": 4}, {"grad_accumulation": 2}])
 def test_the_size_of_a_micro_batch_stays_where_it_is_given(few, given):
     """At its default, too, and where it follows from what is given."""
@@ -158,6 +159,7 @@ def test_where_the_given_size_is_too_large_that_is_advised(model):
     assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
 
 
+@pytest.mark.slow
 def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, planned):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
@@ -197,6 +199,7 @@ def test_what_a_search_cannot_compare_is_refused(model):
         fitted(options, None, pick_device(options.system), None, 8)
 
 
+@pytest.mark.slow
 def test_a_size_has_the_rates_of_a_card_which_is_named(few):
     given = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 1, "batch_size": 1}
     title, *rows = fitted(*about(options_of(few, gpu="24GiB", **given))).lines

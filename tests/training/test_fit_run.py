@@ -68,6 +68,7 @@ def test_it_is_resumed_on_another_number_of_ranks(given, sizes):
     assert after["opt_m_dtype"] == "bf16" and after["global_batch_size"] == 4
 
 
+@pytest.mark.slow
 def test_all_ranks_share_what_the_level_that_was_chosen_shares(given, monkeypatch):
     """Where nothing else fits: the bits are those of a run that is given the level."""
     real = remedies.levels

@@ -213,6 +213,17 @@ UP, UP_OF_5 = f"{PREFIX}.mlp.up_proj", f"{PREFIX}5.mlp.up_proj"
 MODULE = r"model\.layers\.0\.mlp\.up_proj"
 
 
+@pytest.mark.quick(
+    "lora-*shape*and 6*",
+    "lora-*qalora*",
+    "lora-*other*",
+    "ia3-*ia3_l",
+    "ia3-*VERA*",
+    "adalora-*lora_E",
+    "adalora-*flags*",
+    "prompt-*other*",
+    "prefix-*",
+)
 @pytest.mark.parametrize(
     ("method", "change", "says"),
     [
@@ -297,6 +308,7 @@ def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, method, change
     assert not (tmp_path / "runs" / "next").exists()
 
 
+@pytest.mark.quick("own1")
 @pytest.mark.parametrize("own", [LORA, {"train_only": "*.bias"}])
 def test_a_run_on_another_base_is_not_continued(given, own):
     """Which has the same tensors, but for the numbers of one; the same ones in other files are no other base."""

@@ -52,6 +52,7 @@ def adapters_of(config, method, base):
     return Lora(3, 6.0, every, dora=method == "dora", base=base)
 
 
+@pytest.mark.quick("lora-nf4", "dora-int8")
 @pytest.mark.parametrize(
     ("method", "base"),
     [
@@ -84,6 +85,7 @@ def _values(engine):
     return [(row, engine.parameter(row.name)) for row in engine.plan.rows]
 
 
+@pytest.mark.quick("fp8")
 @pytest.mark.parametrize(
     ("more", "onto"),
     [
@@ -109,6 +111,7 @@ def test_a_run_leaves_the_merged_model_beside_the_adapter(given, more, onto):
             np.testing.assert_allclose(value, other[name], rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_merged_model_has_the_dtype_of_the_export_and_is_made_when_a_run_resumes(given):
     llmq.train(**{**given, "steps": 3, "merge": False, "out_dir": "cut"})
     done = llmq.train(**{**given, "continue": 3, "export_dtype": "bf16", "out_dir": "cut", "overwrite": False})

@@ -105,6 +105,7 @@ def test_7b_inside_16_gib_keeps_more_than_half_of_its_rate():
     assert inside >= 0.55 * whole and f"are {100 * inside / whole:.0f}% of it" in PAGE
 
 
+@pytest.mark.slow
 def test_activations_of_half_a_billion_parameters():
     flags = "--batch-size 8 --recompute-ffn --recompute-att --lmhead-chunks 4"
     plan, _, _ = planned("Qwen2.5-0.5B", flags, 1024, STEP)

@@ -239,6 +239,7 @@ def strict(monkeypatch, sites):
     monkeypatch.setattr(CopyError, "is_low", property(lambda error: bool({*error.sites} & {*sites})))
 
 
+@pytest.mark.slow
 def test_a_site_that_stays_low_is_named(given, monkeypatch):
     strict(monkeypatch, ["layers.0.mlp.down"])
     log = read_log(llmq.train(**{**given, **FALLS}).log_path)

@@ -161,6 +161,7 @@ def test_a_rate_of_zero_is_a_warning(blind):
     assert said(blind).count("--learning-rate 0 trains nothing") == 2  # before the run, and at its end
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkeypatch, dtype):
     """The step was applied: only the weights themselves tell."""
@@ -223,6 +224,7 @@ def test_a_signal_is_heard_while_there_is_no_data(given, monkeypatch):
     assert [path.name for path in SAVED.glob("step*")] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_cuts_off_is_made_up_for(given, monkeypatch):
     whole = llmq.train(**{**given, "name": "whole"})
     real = loader.eval_batches

@@ -64,6 +64,7 @@ def pieces_of(rows, seq_len: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("epoch", range(3))
 def test_an_epoch_does_not_go_from_full_rows_to_less_full_ones(tmp_path: Path, epoch: int) -> None:
     """Packs are made from the longest documents to the shortest; the run's seed, which packs them, also orders them."""
@@ -255,6 +256,7 @@ def test_gsm8k_fills_its_rows(shared: Callable[[str], Path]) -> None:
     assert np.bincount(packs).max() <= docs <= 20
 
 
+@pytest.mark.slow
 def test_a_million_documents_take_a_second() -> None:
     """The goal on two cores; here with slack for a busy machine. Measured on one core: 2.6 million a second."""
     lengths = like_gsm8k(1_000_000)

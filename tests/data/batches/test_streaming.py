@@ -287,6 +287,7 @@ def stream_of_files(
     return open_stream(request, RowForm(LONG, opened.vocab_size, kind), lambda text: None)
 
 
+@pytest.mark.quick("part0")
 @pytest.mark.parametrize(
     "part",
     [

@@ -156,6 +156,7 @@ def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
     assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
 
 
+@pytest.mark.slow
 def test_what_was_used_once_is_there_offline(told: Told) -> None:
     asked = len(told.hub.requests)
     known, unknown = case("org/card"), case("org/unknown")

@@ -126,6 +126,7 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, ca
     assert breaks and any("resuming where" in text for text in said) == (make is not text)
 
 
+@pytest.mark.quick("append", "finish")
 @pytest.mark.parametrize("when", ["finish", "write", "append"])
 def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, when: str) -> None:
     """What an earlier run has left stays as it is until all is finished."""

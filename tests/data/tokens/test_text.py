@@ -34,6 +34,7 @@ def words(tokenizer: Tokenizer, content: str) -> list[str]:
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(content))]
 
 
+@pytest.mark.quick("gpt2", "digits", "pattern0")
 @pytest.mark.parametrize("variant", VARIANTS)
 @settings(max_examples=60, deadline=None)
 @given(content=NASTY, block=st.integers(1, 24))

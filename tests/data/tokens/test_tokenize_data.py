@@ -102,6 +102,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported(run: Run) -> None:
     assert code == 0 and "tokenize-data --dataset tiny-shakespeare --model qwen" in output
 
 
+@pytest.mark.slow
 def test_the_script_works_from_anywhere_in_a_c_locale(tmp_path: Path, small_tokenizer: Path) -> None:
     (tmp_path / "a.txt").write_text("\u00e9t\u00e9\n" * 50, encoding="utf-8")
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C"}
@@ -111,6 +112,7 @@ def test_the_script_works_from_anywhere_in_a_c_locale(tmp_path: Path, small_toke
     assert (tmp_path / "data/a-small/eval.bin.json").is_file() and "data/a-small/train.bin" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
 )
