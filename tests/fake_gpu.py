@@ -6,7 +6,7 @@ from types import ModuleType
 import fake_cuda
 
 from llmq.backends.host import HostBackend
-from llmq.hardware import cuda_libraries, device, nvml
+from llmq.hardware import cuda_driver, device, nvml
 
 BACKEND = "llmq.backends.cuda"
 OPENED = []  # algorithms that each backend was opened with
@@ -15,8 +15,8 @@ OPENED = []  # algorithms that each backend was opened with
 def install(monkeypatch, driver=None):
     """Makes `driver` (an H200's) with all its libraries what llmq finds, and clears OPENED."""
     fake_cuda.install(monkeypatch, driver or fake_cuda.FakeDriver())
-    monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: None)
-    monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
+    monkeypatch.setattr(cuda_driver, "library_problem", lambda cuda: None)
+    monkeypatch.setattr(cuda_driver, "versions", lambda: {"cuDNN": "9.28.0"})
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: None)
     monkeypatch.setattr(device, "measured_cuda_peak", lambda dtype: 7e14)
     module = ModuleType(BACKEND)

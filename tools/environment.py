@@ -16,7 +16,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from llmq.hardware import cuda_driver, cuda_libraries  # noqa: E402
+from llmq.hardware import cuda_driver  # noqa: E402
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_PIP = "pip>=22.3"  # the pip of Python 3.10.0 cannot install a pyproject.toml editable
@@ -36,7 +36,7 @@ def cuda_extra() -> list[str]:
     if problem := cuda_driver.problem(driver):
         print(f"the GPU's libraries are left out: {problem}", file=sys.stderr)
         return []
-    return [cuda_libraries.extra(driver.cuda)]
+    return [cuda_driver.extra(driver.cuda)]
 
 
 def check_space(folder: Path, extra: str) -> None:

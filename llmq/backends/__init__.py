@@ -1,14 +1,16 @@
-"""A backend is ops, memory for a plan, and a way to run a list of calls again and again."""
+"""A backend is ops, memory for a plan, and a way to run a list of calls again and again: NumPy's, the GPU's, or of a
+GPU that is not here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from llmq.comm.world import World
+from llmq.comm.world import ALONE, World
+from llmq.hardware.cores import use_blas_threads
 from llmq.ops.record import together
 from llmq.ops.seam import GIVEN, record
 from llmq.screen import Report
@@ -17,6 +19,7 @@ from llmq.tensor import Ref
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from llmq.comm.world import GpuWorld
     from llmq.model.held import Room, Values
     from llmq.ops.record import Call
 
@@ -122,3 +125,35 @@ class Backend(Protocol):
 def between(world: World, ops: Mapping[str, Op]) -> dict[str, Op]:
     """The ops, of which collectives are between the ranks of `world`."""
     return {name: partial(op, **{GIVEN: world}) if record(name).is_collective else op for name, op in ops.items()}
+
+
+def open_backend(
+    device: str,
+    *,
+    world: World = ALONE,
+    use_graphs: bool = True,
+    deterministic: bool = True,
+    algorithms: Mapping[str, Any] | None = None,
+    capability: tuple[int, int] | None = None,
+) -> Backend:
+    """The backend of a device: `cpu`, `cuda` on the current GPU, or `planned` for a GPU that is not here; of one of the
+    ranks of `world`, or of a run that has no others.
+
+    The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
+    `capability` is that of a GPU that is planned for: (9, 0).
+    """
+    from llmq.backends.host import BLAS_THREADS, HostBackend  # which take their protocols from here
+
+    if device == "cuda":
+        from llmq.backends.cuda import CudaBackend
+
+        given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
+        gpus = cast("GpuWorld", world)
+        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given, world=gpus)
+    if device == "planned":
+        from llmq.backends.planned import ANY_CARD, PlannedBackend
+
+        return cast("Backend", PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD))
+    assert device == "cpu", device
+    threads = use_blas_threads((algorithms or {}).get(BLAS_THREADS))
+    return HostBackend({BLAS_THREADS: threads} if threads else {}, world=world)

@@ -21,7 +21,7 @@ from llmq.backends.cuda_memory import (
     PIECE_BYTES,
     HostBlock,
     device_memory,
-    free_with,
+    give_back_with,
     has_same_addresses,
     pinned,
     told_of_refusals,
@@ -75,7 +75,7 @@ class DeviceMemory:
         }
         total = self._ends["device"] + arena_bytes["device"]
         address = device_memory(total)
-        free_with(self, address, stream)
+        give_back_with(self, runtime.free, address, stream)
         self._owned = cupy.cuda.UnownedMemory(address, total, None)
         hosted = [aligned(stored_bytes(ref)) for ref in persistent.values() if ref.home == "host"]
         self.host = HostBlock([*hosted, arena_bytes["host"]], stream, PIECE_BYTES, write_combined=write_combined)
@@ -149,9 +149,13 @@ class DeviceMemory:
             self._stream.synchronize()
             host[...] = array
             return host
-        runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._start_copy(host, array)
         self._stream.synchronize()
         return host
+
+    def _start_copy(self, host: np.ndarray, array: Any) -> None:
+        """As many bytes of an array of the GPU as the host's has."""
+        runtime.memcpyAsync(host.ctypes.data, array.data.ptr, host.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr)
 
     def _read_combined(self, host: np.ndarray, array: np.ndarray) -> None:
         """Copies write-combined memory, which the CPU reads at a hundredth of its speed, by way of the GPU's arena, in
@@ -167,9 +171,7 @@ class DeviceMemory:
         """A function that waits for a copy of a storage of the GPU as it is now, and no longer."""
         array, dtype = self._arrays[name], self._dtypes[name]
         buffer, _ = pinned(array.nbytes)
-        runtime.memcpyAsync(
-            buffer.ctypes.data, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr
-        )
+        self._start_copy(buffer, array)
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
 
@@ -181,15 +183,13 @@ class DeviceMemory:
 
     def read_scalars(self, names: Sequence[str]) -> list[float]:
         """First elements of some storages, waiting once."""
-        offset, places = 0, []
-        for name in names:
-            array, size = self._arrays[name], self._dtypes[name].itemsize
-            target = self._scalars.ctypes.data + offset
-            runtime.memcpyAsync(target, array.data.ptr, size, runtime.memcpyDeviceToHost, self._stream.ptr)
-            places.append((offset, self._dtypes[name]))
-            offset += 8
+        found = []
+        for index, name in enumerate(names):
+            dtype = self._dtypes[name]
+            found.append(self._scalars[8 * index :][: dtype.itemsize].view(dtype))
+            self._start_copy(found[-1], self._arrays[name])
         self._stream.synchronize()
-        return [float(self._scalars[start : start + d.itemsize].view(d)[0]) for start, d in places]
+        return [float(value[0]) for value in found]
 
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""

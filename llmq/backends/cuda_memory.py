@@ -5,7 +5,7 @@ import re
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from mmap import PAGESIZE
@@ -18,7 +18,7 @@ from cupy.cuda import runtime
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
 from llmq.hardware.cores import in_threads
-from llmq.hardware.host_memory import bind, host_memory_bytes, numa_node, reserved, write_pages
+from llmq.hardware.host_memory import bind, host_memory_bytes, numa_node, refused, reserved, write_pages
 from llmq.ops.cuda.algorithms import OUT_OF_MEMORY
 
 PAGE_BYTES = 2 << 20  # a smaller allocation may be part of one that a handle for other processes stands for
@@ -46,16 +46,16 @@ def device_memory(num_bytes: int) -> int:
         ) from error
 
 
-def free_with(owner: object, address: int, stream: Any) -> None:
-    """Frees device memory when its owner is gone, after the work on the stream. At exit the driver frees it."""
+def give_back_with(owner: object, give_back: Callable[[int], None], address: int, stream: Any) -> None:
+    """Gives memory back when its owner is gone, after the work on the stream. At exit the driver frees it."""
+
+    def done() -> None:
+        stream.synchronize()
+        give_back(address)
+
     # Not in __del__: an engine that a failed run leaves in a cycle is collected together with its stream, which CuPy
     # may destroy first. Waiting for it then ends the process. A finalizer keeps the stream alive.
-    weakref.finalize(owner, _free, address, stream).atexit = False
-
-
-def _free(address: int, stream: Any) -> None:
-    stream.synchronize()
-    runtime.free(address)
+    weakref.finalize(owner, done).atexit = False
 
 
 class HostBlock:
@@ -93,15 +93,15 @@ class HostBlock:
             self._place = f", on NUMA node {node}" if is_bound else f", not bound to NUMA node {node}: refused"
         write_pages(self._pieces)
         written = time.perf_counter()
-        refused: list[int] = []
+        unlocked: list[int] = []
 
         def lock(piece: np.ndarray) -> None:
             runtime.setDevice(device)  # of this thread
             if not _lock(piece, stream):
-                refused.append(piece.nbytes)
+                unlocked.append(piece.nbytes)
 
         in_threads(lock, self._pieces, LOCKING_THREADS)
-        self.unpinned_bytes = sum(refused)
+        self.unpinned_bytes = sum(unlocked)
         self._seconds = {"written": written - begun, "pinned": time.perf_counter() - written}
 
     def view(self, offset: int, num_bytes: int) -> np.ndarray:
@@ -139,9 +139,7 @@ def _combined(lengths: Sequence[int], stream: Any) -> list[np.ndarray] | None:
     """
     free = host_memory_bytes()[1]
     if sum(lengths) > free:
-        raise RefusedMemoryError(
-            f"the host refused {shown(sum(lengths))}", home="host", num_bytes=sum(lengths), free_bytes=free
-        )
+        raise refused(sum(lengths), free)
     pieces = []
     for length in lengths:
         try:
@@ -152,13 +150,8 @@ def _combined(lengths: Sequence[int], stream: Any) -> list[np.ndarray] | None:
             return None
         block: Any = (ctypes.c_uint8 * length).from_address(address)
         pieces.append(np.frombuffer(block, np.uint8))
-        weakref.finalize(pieces[-1], _free_host, address, stream).atexit = False
+        give_back_with(pieces[-1], runtime.freeHost, address, stream)
     return pieces
-
-
-def _free_host(address: int, stream: Any) -> None:
-    stream.synchronize()
-    runtime.freeHost(address)
 
 
 def has_same_addresses() -> bool:
@@ -175,13 +168,8 @@ def _lock(piece: np.ndarray, stream: Any) -> bool:
         if error.status not in LOCK_REFUSALS:
             raise
         return False
-    weakref.finalize(piece, _unlock, address, stream).atexit = False
+    give_back_with(piece, runtime.hostUnregister, address, stream)
     return True
-
-
-def _unlock(address: int, stream: Any) -> None:
-    stream.synchronize()
-    runtime.hostUnregister(address)
 
 
 def pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
@@ -195,9 +183,7 @@ def pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
         free = host_memory_bytes()[1]
         if num_bytes <= free:
             return np.empty(num_bytes, np.uint8), False
-        raise RefusedMemoryError(
-            f"the host refused {shown(num_bytes)}", home="host", num_bytes=num_bytes, free_bytes=free
-        ) from error
+        raise refused(num_bytes, free) from error
 
 
 @contextmanager
@@ -208,16 +194,10 @@ def told_of_refusals() -> Iterator[None]:
     except RefusedMemoryError:
         raise
     except Exception as error:
-        if (refused := refusal(error)) is None:
-            raise
-        raise refused from error
-
-
-def refusal(error: Exception) -> RefusedMemoryError | None:
-    """What an error of CUDA or of its libraries becomes if it says that the GPU's memory is full."""
-    is_cuda = isinstance(error, runtime.CUDARuntimeError)
-    if getattr(error, "status", None) == OUT_OF_MEMORY if is_cuda else REFUSALS.search(f"{error}"):
-        return RefusedMemoryError(
-            f"the GPU refused memory to CUDA or one of its libraries ({error})", free_bytes=int(runtime.memGetInfo()[0])
-        )
-    return None
+        is_cuda = isinstance(error, runtime.CUDARuntimeError)
+        if getattr(error, "status", None) == OUT_OF_MEMORY if is_cuda else REFUSALS.search(f"{error}"):
+            raise RefusedMemoryError(
+                f"the GPU refused memory to CUDA or one of its libraries ({error})",
+                free_bytes=int(runtime.memGetInfo()[0]),
+            ) from error
+        raise

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend
-from llmq.backends.opening import open_backend
+from llmq.backends import Backend, open_backend
 from llmq.comm.world import ALONE, World
 from llmq.disk import storage
 from llmq.engine.advice import USUAL_STEPS, refuse_if_too_large
@@ -96,11 +95,6 @@ class Configuration:
     def precision(self) -> Precision:
         """What is stored and multiplied in which dtype."""
         return precision.resolve(self.options().precision, self.facts.config)
-
-    @property
-    def is_deterministic(self) -> bool:
-        """Whether every run gives the same bits; the CPU's always do."""
-        return self.where.kind == "cpu" or bool(self._settings["deterministic"])
 
     @property
     def _settings(self) -> Mapping[str, Any]:
@@ -199,7 +193,9 @@ def configurations(
             configs[name] = from_folder(Path(name)) if Path(name).is_dir() else preset(name)
         except LlmqError as error:
             problems.append(f"--models {name}: {error}")
-    dtypes = request.dtypes or _default_dtypes(request, where)
+    usual = "fp32" if where.kind == "cpu" and not request.models else "bf16"
+    may_be_fp8 = where.kind == "cuda" and not request.models and device.has_fp8(where)
+    dtypes = request.dtypes or ((usual, "e4m3") if may_be_fp8 else (usual,))
     if unknown_dtypes := [name for name in dtypes if name not in MATMULS]:
         problems.append(f"--dtypes {', '.join(unknown_dtypes)}: known are {', '.join(MATMULS)}")
     seq_len = request.seq_len or defaults.seq_len
@@ -221,12 +217,6 @@ def configurations(
         with storage(Path(request.save), advice="name another place with --save"):
             Path(request.save).open("a").close()
     return found
-
-
-def _default_dtypes(request: BenchOptions, where: Device) -> tuple[str, ...]:
-    if where.kind == "cpu":
-        return ("bf16",) if request.models else ("fp32",)
-    return ("bf16", "e4m3") if device.has_fp8(where) and not request.models else ("bf16",)
 
 
 def _recipe(request: BenchOptions, training: Mapping[str, Any], dtype: str, *, with_fp8: bool) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llmq.backends import Backend
-from llmq.bench.configuration import Configuration, configurations, multiplied, shared
+from llmq.bench.configuration import configurations, multiplied, shared
 from llmq.bench.ladder import CallWork, Ceilings, different_tokens, look_at, roofline_s, work_of
 from llmq.bench.results import show_machine
 from llmq.engine.bound_plan import make_ready
@@ -74,22 +73,16 @@ def run(request: BenchOptions, training: Mapping[str, Any], pattern: str = "*", 
     for one, plan, calls in zip(wanted, plans, chosen, strict=True):
         print(f"\n{one.model} {one.dtype} {plan.spec.batch_size}x{plan.spec.seq_len}, one layer\n")
         print("| op | shapes | dtypes | MiB moved | us | rate | share of the roofline |\n|---|---|---|---|---|---|---|")
-        _print_times(one, plan, backend, calls, machine.ceilings)
+        # a row as soon as it is timed, and a bar on a terminal: below the rows, or on stderr
+        rows = Screen()
+        bars = rows if rows.is_terminal else Screen(sys.stderr)
+        with bars.task(f"Timing the matrix products of {one.name}", only_bar=True) as report:
+            make_ready(plan, backend, report)
+        with bars.task(f"Timing the ops of {one.name}", only_bar=True) as report:
+            for timed in counted(cold_calls(plan, backend, one.clock(), calls), len(calls), report):
+                rows.line(calls[timed.program, timed.index].row(timed.ms, machine.ceilings))
         gc.collect()  # the next model needs the memory
     return 0
-
-
-def _print_times(
-    one: Configuration, plan: Plan, backend: Backend, calls: Mapping[tuple[str, int], OpCall], ceilings: Ceilings
-) -> None:
-    """A row for each call as soon as it is timed, and a bar on a terminal: below the rows, or on stderr."""
-    rows = Screen()
-    bars = rows if rows.is_terminal else Screen(sys.stderr)
-    with bars.task(f"Timing the matrix products of {one.name}", only_bar=True) as report:
-        make_ready(plan, backend, report)
-    with bars.task(f"Timing the ops of {one.name}", only_bar=True) as report:
-        for timed in counted(cold_calls(plan, backend, one.clock(), calls), len(calls), report):
-            rows.line(calls[timed.program, timed.index].row(timed.ms, ceilings))
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:

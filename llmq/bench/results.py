@@ -54,7 +54,7 @@ def result_of(
         "tokens_per_step": speed.tokens_per_step,
         "precision": asdict(spec.precision),
         "settings": asdict(spec.memory),
-        "deterministic": one.is_deterministic,
+        "deterministic": one.where.kind == "cpu" or one.options().system.deterministic,
         "gpus": 1,
         "zero_level": None,
         "scaling": None,
@@ -129,13 +129,13 @@ def show(console: Console, result: Result) -> None:
     lines = [
         f"\n{name_of(result)}, {result['tokens_per_step']:,} tokens a step: {rate['median']:,.0f} tokens/s "
         f"({rate['min']:,.0f} to {rate['max']:,.0f} over {len(result['step_s'])} steps)",
-        f"  {_percent(result['sol'])} of the speed of light, {_percent(result['ceiling_share'])} of the measured "
+        f"  {result['sol']:.1%} of the speed of light, {result['ceiling_share']:.1%} of the measured "
         f"ceilings; first step after {result['first_step_s']:.1f} s",
     ]
     if predicted := _predicted(result):
         lines.append(f"  predicted: {predicted} tokens/s")
     if result["gpus"] > 1:
-        share = f"x{scaling:.3g} of one ({_percent(scaling / result['gpus'])})" if scaling else "too large for one GPU"
+        share = f"x{scaling:.3g} of one ({scaling / result['gpus']:.1%})" if scaling else "too large for one GPU"
         lines.append(f"  {result['gpus']} GPUs: {share}")
     seen = f", {shown(memory['nvml_bytes'])} in use on the card" if memory["nvml_bytes"] else ""
     lines.append(f"  memory: {shown(memory['plan_bytes'])} planned, {shown(memory['used_bytes'])} taken{seen}")
@@ -169,12 +169,12 @@ def gpu_lines(gpu: Mapping[str, Any]) -> list[str]:
 def _show_ladder(console: Console, result: Result) -> None:
     rows, whole, gaps = [], result["micro_batch_ms"], result["gaps_ms"]
     for rung in result["ladder"]:
-        reached = f"{100 * rung['roofline_ms'] / rung['ms']:.0f}%" if rung["ms"] > 0 else ""
-        times = (f"{rung['ms']:.3f}", f"{100 * rung['ms'] / whole:.1f}%", f"{rung['roofline_ms']:.3f}", reached)
+        reached = f"{rung['roofline_ms'] / rung['ms']:.0%}" if rung["ms"] > 0 else ""
+        times = (f"{rung['ms']:.3f}", f"{rung['ms'] / whole:.1%}", f"{rung['roofline_ms']:.3f}", reached)
         rows.append((rung["family"], *times))
-    rows.append(("gaps" if gaps >= 0 else "overlap", f"{gaps:.3f}", f"{100 * gaps / whole:.1f}%", "", ""))
+    rows.append(("gaps" if gaps >= 0 else "overlap", f"{gaps:.3f}", f"{gaps / whole:.1%}", "", ""))
     roofline = sum(rung["roofline_ms"] for rung in result["ladder"])
-    rows.append(("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{100 * roofline / whole:.0f}%"))
+    rows.append(("micro-batch", f"{whole:.3f}", "100%", f"{roofline:.3f}", f"{roofline / whole:.0%}"))
     titles = ("family", "ms of a micro-batch", "share", "roofline ms", "reached")
     _show_table(console, titles, rows, total=True)
 
@@ -202,8 +202,8 @@ def _cells(result: Result) -> tuple[str, ...]:
         f"{result['batch_size']}x{result['seq_len']}",
         f"{rate['median']:,.0f} ({rate['min']:,.0f} to {rate['max']:,.0f})",
         _predicted(result) or "-",
-        _percent(result["sol"]),
-        _percent(result["ceiling_share"]),
+        f"{result['sol']:.1%}",
+        f"{result['ceiling_share']:.1%}",
         shown(result["memory"]["plan_bytes"]),
         "-" if gpu["sm_mhz"] is None else f"{gpu['sm_mhz']:.0f} MHz",
         "-" if gpu["watts"] is None else f"{gpu['watts']:.0f} W",
@@ -219,7 +219,3 @@ def _predicted(result: Result) -> str:
 def say(console: Console, text: str) -> None:
     """Prints a line as it is."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
-from llmq.backends.opening import open_backend
+from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.advice import Limits, refuse_if_too_large

@@ -1,13 +1,21 @@
 """The NVIDIA driver, asked through ctypes: its version, the GPUs that CUDA may use, why there are none, free memory.
+And NVIDIA's libraries in this environment: which are missing or do not fit together, the versions that are loaded.
 
-Needs nothing installed but the driver itself, so that it answers before any CUDA package is there. The driver's own
+Asking the driver needs nothing installed but itself, so that it answers before any CUDA package is there. Its own
 library respects what NVML does not: CUDA_VISIBLE_DEVICES, WSL2, and packages for forward compatibility.
+
+The libraries come from pip (the extras `cuda12` and `cuda13`); one of the system is taken where the wheel is absent.
+cuda-pathfinder finds and loads them, as CuPy and nvmath do themselves. cudnn-frontend looks in one folder only, then
+takes what is loaded: so everything is loaded here, before any of them is imported. None of this starts CUDA.
 """
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +101,7 @@ def read(root: Path = Path("/")) -> Driver | None:
     failure = library.cuInit(0)
     if failure:
         return Driver(cuda, version, (), failure, _error_name(library, failure))
-    count = ctypes.c_int()
-    _check(library, library.cuDeviceGetCount(ctypes.byref(count)))
+    count = _asked(library.cuDeviceGetCount)
     # drivers before CUDA 11.4 lack functions that `_gpu` calls
     known = range(count.value if cuda >= OLDEST_CUDA else 0)
     return Driver(cuda, version, tuple(_gpu(library, index) for index in known), num_gpus=count.value)
@@ -134,13 +141,12 @@ def memory_bytes(gpu: Gpu) -> tuple[int, int]:
     OSError if the driver refuses, as it does when the GPU is full or another process owns it alone.
     """
     library = load()
-    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
-    _check(library, library.cuInit(0))
-    _check(library, library.cuDeviceGet(ctypes.byref(device), gpu.index))
-    _check(library, library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-    _check(library, library.cuCtxPushCurrent_v2(context))
+    _check(library.cuInit(0))
+    context = _asked(library.cuDevicePrimaryCtxRetain, _asked(library.cuDeviceGet, gpu.index), kind=ctypes.c_void_p)
+    _check(library.cuCtxPushCurrent_v2(context))
     try:
-        _check(library, library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        total = ctypes.c_size_t()
+        free = _asked(library.cuMemGetInfo_v2, ctypes.byref(total), kind=ctypes.c_size_t)
     finally:
         library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
     return total.value, free.value
@@ -148,9 +154,8 @@ def memory_bytes(gpu: Gpu) -> tuple[int, int]:
 
 def pci_address(index: int) -> str:
     """Where a GPU is on the PCI bus, as sysfs names it (0000:18:00.0); empty where the driver has none."""
-    library, device, text = load(), ctypes.c_int(), ctypes.create_string_buffer(32)
-    _check(library, library.cuDeviceGet(ctypes.byref(device), index))
-    return "" if library.cuDeviceGetPCIBusId(text, len(text), device) else text.value.decode("ascii").lower()
+    text, device = ctypes.create_string_buffer(32), _asked(load().cuDeviceGet, index)
+    return "" if load().cuDeviceGetPCIBusId(text, len(text), device) else text.value.decode("ascii").lower()
 
 
 def dotted(version: tuple[int, int]) -> str:
@@ -159,29 +164,28 @@ def dotted(version: tuple[int, int]) -> str:
 
 
 def _gpu(library: Any, index: int) -> Gpu:
-    device, total = ctypes.c_int(), ctypes.c_size_t()
-    name, raw = ctypes.create_string_buffer(256), (ctypes.c_ubyte * 16)()
-    _check(library, library.cuDeviceGet(ctypes.byref(device), index))
-    _check(library, library.cuDeviceGetName(name, len(name), device))
-    _check(library, library.cuDeviceGetUuid_v2(ctypes.byref(raw), device))
-    _check(library, library.cuDeviceTotalMem_v2(ctypes.byref(total), device))
+    device, name = _asked(library.cuDeviceGet, index), ctypes.create_string_buffer(256)
+    _check(library.cuDeviceGetName(name, len(name), device))
+    digits = bytes(_asked(library.cuDeviceGetUuid_v2, device, kind=ctypes.c_ubyte * 16)).hex()
+    total = _asked(library.cuDeviceTotalMem_v2, device, kind=ctypes.c_size_t).value
     text = name.value.decode("utf-8", "replace")
     prefix = "MIG" if " MIG " in text else "GPU"
-    digits = bytes(raw).hex()
     uuid = "-".join((prefix, digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-    capability = (_attribute(library, MAJOR, device), _attribute(library, MINOR, device))
-    return Gpu(index, text, uuid, capability, _attribute(library, NUM_SMS, device), total.value)
+    attributes = (_asked(library.cuDeviceGetAttribute, one, device).value for one in (NUM_SMS, MAJOR, MINOR))
+    num_sms, major, minor = attributes
+    return Gpu(index, text, uuid, (major, minor), num_sms, total)
 
 
-def _attribute(library: Any, attribute: int, device: ctypes.c_int) -> int:
-    value = ctypes.c_int()
-    _check(library, library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
-    return value.value
+def _asked(function: Any, *arguments: Any, kind: Any = ctypes.c_int) -> Any:
+    """What a function of the driver writes to the address that comes first; OSError if it refuses."""
+    value = kind()
+    _check(function(ctypes.byref(value), *arguments))
+    return value
 
 
-def _check(library: Any, code: int) -> None:
+def _check(code: int) -> None:
     if code:
-        raise OSError(f"the NVIDIA driver refuses: {_error_name(library, code)}")
+        raise OSError(f"the NVIDIA driver refuses: {_error_name(load(), code)}")
 
 
 def _error_name(library: Any, code: int) -> str:
@@ -189,3 +193,127 @@ def _error_name(library: Any, code: int) -> str:
     if library.cuGetErrorName(code, ctypes.byref(text)) or not text.value:
         return f"error {code}"
     return text.value.decode()
+
+
+CUPY = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
+PYTHON_PACKAGES = ("cuda-bindings", "nvmath-python", "nvidia-cudnn-frontend")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library: its title, its name in cuda-pathfinder, and its packages by CUDA version."""
+
+    title: str
+    name: str
+    packages: dict[int, str]
+    has_cuda_version: bool = True  # in its file name: else both packages are one file, and the later one wins
+
+
+LIBRARIES = (
+    Library("cuBLASLt", "cublasLt", {12: "nvidia-cublas-cu12", 13: "nvidia-cublas"}),
+    Library("NVRTC", "nvrtc", {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}),
+    Library("cuDNN", "cudnn", {12: "nvidia-cudnn-cu12", 13: "nvidia-cudnn-cu13"}, has_cuda_version=False),
+    Library("NCCL", "nccl", {12: "nvidia-nccl-cu12", 13: "nvidia-nccl-cu13"}, has_cuda_version=False),
+)
+
+
+def extra(driver_cuda: tuple[int, int]) -> str:
+    """The extra of llmq-train for a driver that runs CUDA up to `driver_cuda`."""
+    return f"cuda{max(major for major in CUPY if major <= driver_cuda[0])}"
+
+
+def library_problem(driver_cuda: tuple[int, int]) -> Problem | None:
+    """What keeps the CUDA backend from running with this driver; None, and everything loaded, if nothing does."""
+    found = _wrong(driver_cuda)
+    return found and Problem(*found, has_gpu=True)
+
+
+def _wrong(driver_cuda: tuple[int, int]) -> tuple[str, str] | None:
+    """What is wrong, and the fix."""
+    install = f"pip install 'llmq-train[{extra(driver_cuda)}]'"
+    cupies = [name for name in CUPY.values() if installed(name)]
+    if len(cupies) > 1:
+        fix = f"pip uninstall -y {' '.join(cupies)}, then {install}"
+        return f"{' and '.join(cupies)} are both installed and break each other", fix
+    if not cupies and not installed("cupy"):
+        return "CuPy is not installed", install
+    major = next((major for major, name in CUPY.items() if name in cupies), min(driver_cuda[0], max(CUPY)))
+    if major > driver_cuda[0]:
+        runs = f"this one runs CUDA {dotted(driver_cuda)} at most"
+        fix = f"update the driver, or pip uninstall -y {cupies[0]} and {install}"
+        return f"{cupies[0]} needs NVIDIA driver {DRIVERS[major]} or later, and {runs}", fix
+    install = f"pip install 'llmq-train[cuda{major}]'"
+    missing = [name for name in PYTHON_PACKAGES if not installed(name)]
+    for library in LIBRARIES:
+        packages = [name for name in library.packages.values() if installed(name)]
+        if not library.has_cuda_version and len(packages) > 1:
+            what = f"{' and '.join(packages)} are both installed, in one place"
+            return what, f"{install} in a new environment"
+        foreign = not library.has_cuda_version and packages and packages != [library.packages[major]]
+        path = None if foreign else load_library(library.name)
+        if path is None:
+            missing.append(f"{library.title} ({library.packages[major]})")
+            continue
+        found = re.search(r"\.so\.(\d+)", path)
+        if library.has_cuda_version and found and int(found[1]) != major:
+            what = f"CuPy is for CUDA {major}, and the {library.title} that is found for {found[1]} ({path})"
+            return what, f"{install} in a new environment"
+    if missing:
+        return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing", install
+    bindings = installed("cuda-bindings") or ""
+    if bindings.partition(".")[0] != str(major):
+        return f"cuda-bindings {bindings} is not for CUDA {major}, as CuPy is", install
+    return None
+
+
+@cache
+def installed(package: str) -> str | None:
+    """Version of an installed distribution; None if it is not there."""
+    try:
+        return version_of(package)
+    except PackageNotFoundError:
+        return None
+
+
+def load_library(name: str) -> str | None:
+    """Loads a library by cuda-pathfinder's name for it, with what it depends on; its path, or None if it is nowhere."""
+    try:
+        from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+    except ImportError:  # comes with CuPy
+        return None
+    try:
+        path = load_nvidia_dynamic_lib(name).abs_path
+    except (DynamicLibNotFoundError, OSError):
+        return None
+    return str(path) if path is not None else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries themselves, asked of those that are loaded, and of the packages that call them."""
+    found = {}
+    for title, name, ask in (
+        ("CUDA runtime", "cudart", lambda it: _parts(_told(it.cudaRuntimeGetVersion), 1000, 10)[:2]),
+        ("cuBLASLt", "cublasLt", lambda it: _parts([it.cublasLtGetVersion()], 10000, 100)),
+        ("cuDNN", "cudnn", lambda it: _parts([it.cudnnGetVersion()], 10000, 100)),
+        ("NVRTC", "nvrtc", lambda it: _told(it.nvrtcVersion, 2)),
+        ("NCCL", "nccl", lambda it: _parts(_told(it.ncclGetVersion), 10000, 100)),
+    ):
+        if path := load_library(name):
+            found[title] = ".".join(map(str, ask(ctypes.CDLL(path))))
+    for package in ("cupy", *CUPY.values(), *PYTHON_PACKAGES):
+        if number := installed(package):
+            found[package] = number
+    return found
+
+
+def _told(function: Any, count: int = 1) -> list[int]:
+    """The numbers that a function writes to the addresses that it is given."""
+    numbers = [ctypes.c_int() for _ in range(count)]
+    function(*map(ctypes.byref, numbers))
+    return [number.value for number in numbers]
+
+
+def _parts(numbers: list[int], major: int, minor: int) -> list[int]:
+    """9, 28, 0 of 92800."""
+    (number,) = numbers
+    return [number // major, number % major // minor, number % minor]

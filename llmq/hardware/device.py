@@ -20,7 +20,7 @@ import numpy as np
 from llmq.disk import shown, size_bytes
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
-from llmq.hardware import cores, cuda_driver, cuda_libraries, nvml
+from llmq.hardware import cores, cuda_driver, nvml
 from llmq.hardware.cuda_driver import Problem
 from llmq.hardware.host_memory import host_memory_bytes, may_grow
 from llmq.tensor import DTYPES
@@ -73,7 +73,7 @@ def cuda_backend_problem() -> Problem | None:
     """Why the CUDA backend cannot run here: driver, GPU, libraries; None if it can."""
     driver = cuda_driver.read()
     found = cuda_driver.problem(driver)
-    return found if found or driver is None else cuda_libraries.problem(driver.cuda)
+    return found if found or driver is None else cuda_driver.library_problem(driver.cuda)
 
 
 def pick_device(options: SystemOptions) -> Device:
@@ -213,7 +213,7 @@ def system_facts(device: Device = CPU) -> dict[str, Any]:
     }
     for module, distribution in LIBRARIES.items():
         if module in sys.modules:
-            facts[distribution or module] = cuda_libraries.installed(distribution or module) or "unknown"
+            facts[distribution or module] = cuda_driver.installed(distribution or module) or "unknown"
     facts["blas"] = cores.blas_in_words()
     return facts
 
@@ -246,7 +246,7 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     facts |= {name: text.format(value) for name, (text, value) in known.items() if value is not None}
     if reading.pcie_generation is not None and reading.pcie_lanes is not None:
         facts["pcie"] = f"generation {reading.pcie_generation}, {reading.pcie_lanes} lanes"
-    return facts | cuda_libraries.versions()
+    return facts | cuda_driver.versions()
 
 
 def cpu_name() -> str:

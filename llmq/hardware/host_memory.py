@@ -125,7 +125,7 @@ def write_pages(blocks: Sequence[np.ndarray], root: Path = Path("/")) -> None:
     total, grows = sum(block.nbytes for block in blocks), may_grow(root)
     free = host_memory_bytes(root)[1]
     if total > free and not grows:
-        raise _refusal(total, free)
+        raise refused(total, free)
     room = _Room(total, root, WAIT_S[grows])
 
     def write(chunk: np.ndarray) -> None:
@@ -166,7 +166,7 @@ class _Room:
             if free > most:
                 most, since = free, time.monotonic()
             elif time.monotonic() - since > self._wait_s:
-                raise _refusal(self._total, free + self._done)
+                raise refused(self._total, free + self._done)
             time.sleep(POLL_S)
         try:
             yield
@@ -175,7 +175,8 @@ class _Room:
                 self._begun, self._done = self._begun - num_bytes, self._done + num_bytes
 
 
-def _refusal(num_bytes: int, free_bytes: int) -> RefusedMemoryError:
+def refused(num_bytes: int, free_bytes: int) -> RefusedMemoryError:
+    """The error for host memory that there is not."""
     return RefusedMemoryError(
         f"the host refused {shown(num_bytes)}", home="host", num_bytes=num_bytes, free_bytes=free_bytes
     )
@@ -183,13 +184,12 @@ def _refusal(num_bytes: int, free_bytes: int) -> RefusedMemoryError:
 
 def _machine_bytes(root: Path) -> tuple[int, int]:
     """(total, free) bytes as the kernel counts them."""
-    try:
-        lines = (root / "proc/meminfo").read_text("ascii").splitlines()
-        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    lines = _lines(root / "proc/meminfo")
+    sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    if {"MemTotal", "MemAvailable"} <= sizes.keys():
         return sizes["MemTotal"], sizes["MemAvailable"]
-    except (OSError, KeyError):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total, total
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -210,21 +210,21 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _own_group(root: Path, hierarchy: str) -> str:
     """The path of this process in a hierarchy of cgroups; empty where the kernel does not list it."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    found = (line.split(":", 2) for line in lines if line.count(":") >= 2)
+    found = (line.split(":", 2) for line in _lines(root / "proc/self/cgroup") if line.count(":") >= 2)
     return next((path.strip("/") for _, names, path in found if hierarchy in names.split(",")), "")
 
 
 def _counted(statistics: Path, name: str) -> int:
     """A number of a cgroup's memory.stat; 0 if it is not there."""
+    return next((int(line.split()[1]) for line in _lines(statistics) if line.startswith(f"{name} ")), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file of the kernel; none where it is not there."""
     try:
-        lines = statistics.read_text("ascii").splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
-    except (OSError, ValueError, IndexError):
-        return 0
+        return path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 @cache
@@ -238,8 +238,7 @@ def peak_resident_bytes(root: Path = Path("/")) -> int:
 
     Linux keeps getrusage's figure over an exec: a small program that a large one starts would show the large one's.
     """
-    try:
-        lines = (root / "proc/self/status").read_text("ascii", errors="replace").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    for line in _lines(root / "proc/self/status"):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

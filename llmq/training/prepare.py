@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend
-from llmq.backends.opening import open_backend
+from llmq.backends import Backend, open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named

@@ -356,7 +356,7 @@ def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda_memo
         pass
 
     stream, owner = Destroyed(), Owner()
-    cuda_memory.free_with(owner, 4096, stream)
+    cuda_memory.give_back_with(owner, runtime.free, 4096, stream)
     owner.stream, owner.itself = stream, owner
     del stream, owner
     gc.collect()

@@ -20,7 +20,7 @@ from llmq.engine.measure import paced
 from llmq.engine.predict import step_seconds, sustained
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
-from llmq.hardware import cuda_libraries, device, nvml
+from llmq.hardware import cuda_driver, device, nvml
 from llmq.hardware.device import CPU, Device
 from llmq.model.config import from_folder, to_hf
 from llmq.model.optimizer import Hyperparameters
@@ -302,7 +302,7 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     monkeypatch.setattr(
         "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
     )
-    monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
+    monkeypatch.setattr(cuda_driver, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
     arguments = [text for text in shape if text != "--device=cpu"]
     assert run([*arguments, "--dtypes=bf16", "--no-deterministic", f"--save={tmp_path}/out.json"]) == 0
     told = capsys.readouterr().out

@@ -14,7 +14,7 @@ import llmq
 from llmq.disk import shown
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
-from llmq.hardware import cuda_libraries, device, nvml
+from llmq.hardware import cuda_driver, device, nvml
 from llmq.hardware.cuda_driver import Problem
 from llmq.hardware.device import CPU, Device
 from llmq.options.run import SystemOptions
@@ -28,8 +28,8 @@ def machine(monkeypatch):
 
     def pretend(driver=None, libraries=None):
         install(monkeypatch, driver)
-        monkeypatch.setattr(cuda_libraries, "problem", lambda cuda: libraries)
-        monkeypatch.setattr(cuda_libraries, "versions", lambda: {"cuDNN": "9.28.0"})
+        monkeypatch.setattr(cuda_driver, "library_problem", lambda cuda: libraries)
+        monkeypatch.setattr(cuda_driver, "versions", lambda: {"cuDNN": "9.28.0"})
         monkeypatch.setattr(nvml, "read", lambda uuid: None)
 
     return pretend

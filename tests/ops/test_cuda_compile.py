@@ -213,8 +213,7 @@ def launches(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(launch, "kernel", noted.kernel)
     monkeypatch.setattr(launch, "launch_early", noted.launch_early)
-    monkeypatch.setattr(launch, "device_capability", lambda _: noted.capability)
-    monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(launch, "device_facts", lambda _: (noted.capability, 132))
     return noted
 
 

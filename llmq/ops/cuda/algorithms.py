@@ -123,15 +123,6 @@ def _digest(table: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """The fastest candidate and its time, and the time of the first."""
-
-    index: int
-    microseconds: float
-    first_microseconds: float
-
-
 def fastest(
     launch: Callable[[int, dict[str, int]], bool],
     count: int,
@@ -139,8 +130,8 @@ def fastest(
     dtypes: Mapping[str, str | None],
     stream: int,
     what: str,
-) -> Timed:
-    """Which of `count` candidates is fastest among those that give the same bits twice.
+) -> tuple[int, float, float]:
+    """Which of `count` candidates is fastest among those that give the same bits twice, its microseconds, the first's.
 
     `launch(index, addresses)` puts one on the stream, or returns False if it cannot run. `sizes` are the bytes that it
     needs by name, those in `dtypes` filled with random numbers, scales with ones; "d" holds the result.
@@ -166,7 +157,7 @@ def fastest(
         means = {index: median(t for done in rounds for t in done[index]) for index in finalists}
         for index in sorted(means, key=lambda index: means[index]):
             if runner.repeats_its_bits(index):
-                return Timed(index, means[index], means.get(0, first.get(0, means[index])))
+                return index, means[index], means.get(0, first.get(0, means[index]))
     raise RuntimeError(f"{what}: none of {count} algorithms ran and gave the same result twice")
 
 

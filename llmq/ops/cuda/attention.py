@@ -244,16 +244,17 @@ def _attention_forward(
     borders.
     """
     qkv, borders = read
+    assert not att.accumulate and not lse.accumulate, "attention is written, not added to"
     shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
     if _is_exact(qkv.array.dtype):
-        _launch("attention_forward", shape, shape.num_heads, _plain(att), _plain(lse), qkv, borders)
+        _launch("attention_forward", shape, shape.num_heads, att, lse, qkv, borders)
         return
     plan = cudnn.plan("forward" if lse.wanted else "evaluate", shape)
     places, own = _places_bytes(shape), 0 if att.wanted else _att_bytes(shape)
     start = gpu.room(scratch, places + own + plan.workspace_bytes)
-    pointers = {**_packed(shape, qkv.array), "att": _plain(att) or start + places}
+    pointers = {**_packed(shape, qkv.array), "att": gpu.plain(att) or start + places}
     if lse.wanted:
-        pointers["lse"] = _plain(lse)
+        pointers["lse"] = gpu.plain(lse)
     cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places + own)
 
 
@@ -270,7 +271,7 @@ def _attention_backward(cudnn: Cudnn, d_qkv: Output, /, *read: Any, scratch: Any
         return
     plan, places = cudnn.plan("backward", shape), _places_bytes(shape)
     start = gpu.room(scratch, places + plan.workspace_bytes)
-    pointers = {name: _address(x) for name, x in (("d_att", d_att), ("att", att), ("lse", lse))}
+    pointers = {name: gpu.pointer(x) for name, x in (("d_att", d_att), ("att", att), ("lse", lse))}
     pointers |= _packed(shape, qkv.array) | _packed(shape, target.array, "d_")
     cudnn.run(plan, pointers | _find_documents(shape, borders, start), start + places)
 
@@ -381,7 +382,7 @@ def _find_documents(shape: AttentionShape, borders: Tensor | None, start: int) -
         start += size
     widths = {"QKV": shape.packed, "ATT": shape.num_heads * shape.head_dim, "LSE": shape.num_heads}
     numbers = map(np.int32, (shape.batch, borders.shape[1] - 1, shape.places, shape.length, shape.extent))
-    arguments = (*addresses.values(), _address(borders), *numbers)
+    arguments = (*addresses.values(), borders, *numbers)
     gpu.launch("documents", "document_offsets", shape.batch, 32, arguments, widths)
     return addresses
 
@@ -391,27 +392,12 @@ def _packed(shape: AttentionShape, array: Any, prefix: str = "") -> dict[str, in
     return {prefix + name: start + 2 * offset for name, offset in zip("qkv", shape.offsets(), strict=True)}
 
 
-def _address(tensor: Tensor) -> int:
-    array: Any = tensor.array
-    return int(array.data.ptr)
-
-
-def _plain(output: Output) -> int:
-    """Address of an output, 0 if it is not read."""
-    if not output.wanted:
-        return 0
-    (target,) = output.tensors
-    assert target.form is None and not output.accumulate, f"{output.name}: attention writes the value only"
-    return _address(target)
-
-
-def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Tensor | int | None) -> None:
+def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Output | Tensor | int | None) -> None:
     """One f32 kernel: a block per tile of rows, head and sequence."""
     constants = {"HD": shape.head_dim, "GROUP": shape.num_heads // shape.num_kv_heads, "KV_HEADS": shape.num_kv_heads}
     constants["PACKED"] = int(shape.max_docs is not None)
-    pointers = [x if isinstance(x, int) else _address(x) if x else 0 for x in arguments]
     sizes = (shape.max_docs or 1, shape.extent, shape.length, shape.window or shape.length)
     numbers = (*map(np.int32, sizes), np.float32(shape.softmax_scale))
     grid = (-(-shape.length // ROWS), heads, shape.batch)
     shared = 4 * (2 * TILE * (shape.head_dim + 1) + 2 * ROWS * shape.head_dim)
-    gpu.launch("attention", entry, grid, 32 * WARPS, (*pointers, *numbers), constants, shared_bytes=shared)
+    gpu.launch("attention", entry, grid, 32 * WARPS, (*arguments, *numbers), constants, shared_bytes=shared)

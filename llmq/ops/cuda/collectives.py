@@ -32,21 +32,15 @@ THREADS, RESIDENT = 256, 8  # of a block, blocks to a multiprocessor (sum_pieces
 
 def copy_to_host(out: Output, /, x: Tensor) -> None:
     """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
-    _copy(out, x)
-
-
-def copy_to_device(out: Output, /, x: Tensor) -> None:
-    """out <- x, in the one form that both have, with the scales of a form that owns its scales."""
-    _copy(out, x)
-
-
-def _copy(out: Output, x: Tensor) -> None:
     for target in out.tensors:
         alike = (target.form, target.array.shape) == (x.form, x.array.shape)
         assert alike and not out.accumulate and not out.amax, f"{out.name} is no plain copy of {x.name}"
         copy_bytes(target.array, x.array)
         if x.form is not None and x.form.owns_scales:
             copy_bytes(target.scale, x.scale)
+
+
+copy_to_device = copy_to_host
 
 
 def copy_bytes(target: Any, source: Any) -> None:
@@ -76,7 +70,7 @@ def all_gather(out: Output, /, x: Tensor | None, *, bounds: tuple[int, ...], wor
     """out (...,K) <- x (n,K) or None: each rank's rows of out, in the form of both, with its scales."""
     for target in out.tensors:
         assert x is None or x.form == target.form, f"{out.name} in {target.form} is gathered from its own form"
-        gpus = _gpus(world)
+        gpus = cast("NcclWorld", world)
         with gpus.group():
             for rank, rows in _shares(target, bounds):
                 for to, source in _storages(rows, x if rank == world.rank else rows):
@@ -89,7 +83,7 @@ def all_gather(out: Output, /, x: Tensor | None, *, bounds: tuple[int, ...], wor
 def reduce_scatter(out: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: World = ALONE) -> None:
     """out (n,K), these rows of x <- x (...,K): the sum over ranks of this rank's rows."""
     assert not out.accumulate, f"{out.name}: a sum over ranks takes the place of this rank's own"
-    gpus = _gpus(world)
+    gpus = cast("NcclWorld", world)
     with gpus.group():
         for rank, rows in _shares(x, bounds):
             at = gpu.address(rows.array)
@@ -107,7 +101,7 @@ def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: 
     for target in pieces.tensors:
         mine, place = bounds[world.rank + 1] - bounds[world.rank], 0
         shares = dict(_shares(x, bounds))
-        gpus = _gpus(world)
+        gpus = cast("NcclWorld", world)
         with gpus.group():
             for rank in range(world.size):
                 if rank == world.rank:
@@ -139,7 +133,7 @@ def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int)
         out,
         own,
         pieces,
-        0 if pieces is None or pieces.scale is None else gpu.address(pieces.scale),
+        gpu.scale_of(pieces),
         np.int64(count),
         np.int64(0 if pieces is None else math.prod(pieces.shape[1:])),
         np.int32(others),
@@ -155,14 +149,11 @@ def all_reduce(out: Output, /, x: Tensor, *, largest: bool = False, world: World
     (target,) = out.tensors
     assert not out.accumulate, f"{out.name}: a sum over ranks is not added to"
     if world.size > 1:
-        _gpus(world).all_reduce(gpu.pointer(x), gpu.plain(out), math.prod(x.shape), x.array.dtype, largest=largest)
+        cast("NcclWorld", world).all_reduce(
+            gpu.pointer(x), gpu.plain(out), math.prod(x.shape), x.array.dtype, largest=largest
+        )
     else:
         copy_bytes(target.array, x.array)
-
-
-def _gpus(world: World) -> NcclWorld:
-    """The world of a run on GPUs; alone, one that is only asked for groups."""
-    return cast("NcclWorld", world)
 
 
 def _shares(whole: Tensor, bounds: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:

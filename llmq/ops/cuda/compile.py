@@ -126,7 +126,7 @@ def kernel(name: str, entry: str, constants: Constants) -> Any:
     """The kernel `entry` of `cuda/<name>.cu` as a CuPy function for the current device. Any thread may call."""
     import cupy
 
-    key = (name, device_capability(cupy.cuda.runtime.getDevice()), tuple(sorted(constants.items())))
+    key = (name, device_facts(cupy.cuda.runtime.getDevice())[0], tuple(sorted(constants.items())))
     with _lock:
         if key not in _modules:
             _modules[key] = cupy.RawModule(path=str(cubin_file(name, key[1], constants)))
@@ -134,19 +134,12 @@ def kernel(name: str, entry: str, constants: Constants) -> Any:
 
 
 @cache
-def device_capability(device: int) -> int:
-    """Compute capability of a device: 90 for 9.0."""
+def device_facts(device: int) -> tuple[int, int]:
+    """Compute capability of a device (90 for 9.0), and number of its multiprocessors."""
     import cupy
 
-    return int(cupy.cuda.Device(device).compute_capability)
-
-
-@cache
-def device_multiprocessors(device: int) -> int:
-    """Number of multiprocessors of a device."""
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    found = cupy.cuda.Device(device)
+    return int(found.compute_capability), int(found.attributes["MultiProcessorCount"])
 
 
 def _digest(content: bytes) -> str:

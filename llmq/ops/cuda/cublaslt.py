@@ -239,11 +239,10 @@ class Gemms:
 
         dtypes = {"a": problem.a.dtype, "b": problem.b.dtype, "c": problem.d.dtype, "bias": problem.bias}
         sizes = {**problem.sizes(), "workspace": WORKSPACE_BYTES}
-        timed = fastest(launch, len(proposals), sizes, dtypes, _stream(), problem.key)
-        best = proposals["algo"][timed.index : timed.index + 1].copy()
-        built.algorithm, built.workspace_bytes = best, int(proposals["workspace_size"][timed.index])
-        choice = Choice(best.tobytes().hex(), timed.microseconds, timed.first_microseconds, len(proposals))
-        self.algorithms.add(problem.key, choice)
+        index, best_us, first_us = fastest(launch, len(proposals), sizes, dtypes, _stream(), problem.key)
+        best = proposals["algo"][index : index + 1].copy()
+        built.algorithm, built.workspace_bytes = best, int(proposals["workspace_size"][index])
+        self.algorithms.add(problem.key, Choice(best.tobytes().hex(), best_us, first_us, len(proposals)))
 
     def _checked(self, built: _Built, algorithm: bytes) -> tuple[np.ndarray, int] | None:
         """A stored algorithm with the workspace it needs, or None if the library refuses it."""

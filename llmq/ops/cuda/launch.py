@@ -16,7 +16,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.cuda.compile import Constants, device_capability, device_multiprocessors, kernel
+from llmq.ops.cuda.compile import Constants, device_facts, kernel
 from llmq.ops.seam import Arguments, Function
 from llmq.tensor import DTYPES, LARGEST, Form, Ref
 
@@ -126,6 +126,11 @@ def address(array: Any) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
+def scale_of(tensor: Tensor | None) -> int:
+    """Address of a tensor's scales, 0 for none."""
+    return 0 if tensor is None or tensor.scale is None else address(tensor.scale)
+
+
 def zero(start: int, num_bytes: int) -> None:
     """Sets bytes of the GPU to zero, in the order of the current stream."""
     import cupy
@@ -174,7 +179,7 @@ def forms(output: Output, *, may_be_cut: bool = False) -> tuple[dict[str, int | 
     quantized = [tensor for bit, tensor in found.items() if bit in (ROW, COL)]
     formats = {tensor.form.dtype for tensor in quantized if tensor.form is not None}
     assert len(formats) <= 1 and len(output.amax) <= 1, f"{output.name}: one fp8 format at a time, not {formats}"
-    scale = address(quantized[0].scale) if quantized and quantized[0].scale is not None else 0
+    scale = scale_of(quantized[0]) if quantized else 0
     amax = [address(cell) for cell in output.amax.values()]
     wanted = sum(found) + (AMAX if amax else 0)
     pointers = tuple(pointer(found.get(bit)) for bit in (VALUE, COPY, ROW, COL, SUMS))
@@ -226,7 +231,7 @@ def capability() -> int:
     """Compute capability of the current device: 90 for 9.0."""
     import cupy
 
-    return device_capability(cupy.cuda.runtime.getDevice())
+    return device_facts(cupy.cuda.runtime.getDevice())[0]
 
 
 def shared_bytes_limit(card: int | None = None) -> int:
@@ -238,7 +243,7 @@ def multiprocessors() -> int:
     """Multiprocessors of the current device: for grids whose size no result depends on."""
     import cupy
 
-    return device_multiprocessors(cupy.cuda.runtime.getDevice())
+    return device_facts(cupy.cuda.runtime.getDevice())[1]
 
 
 def stream_index() -> int:

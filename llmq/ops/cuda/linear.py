@@ -87,9 +87,8 @@ class _View:
         dtype = tensor.form.dtype if tensor.form is not None else NAMES.get(array.dtype, str(array.dtype))
         assert array.strides[-1] == array.itemsize, f"{tensor.name} is strided along its last axis"
         ld = array.strides[-2] // array.itemsize if array.ndim > 1 else array.size
-        scale = 0 if tensor.scale is None else int(tensor.scale.data.ptr)  # type: ignore[attr-defined]
-        ld, address = max(ld, array.shape[-1]), int(array.data.ptr)
-        return cls._make(tensor.name, dtype, tensor.shape, tensor.form, ld, address, scale)
+        places = max(ld, array.shape[-1]), gpu.pointer(tensor), gpu.scale_of(tensor)
+        return cls._make(tensor.name, dtype, tensor.shape, tensor.form, *places)
 
     @classmethod
     def of_ref(cls, ref: Ref) -> _View:

@@ -132,7 +132,7 @@ def _update(
     assert master is not None
     held = [old for _, old in states.values() if old is not None]
     wanted, outputs = gpu.forms(weight, may_be_cut=True)
-    types = {name: "float" if old is None else _held_type(old) for name, (_, old) in states.items()}
+    types = {name: _type_of_state(old) for name, (_, old) in states.items()}
     types["G"] = gpu.type_of(read[0])
     types["T"] = gpu.type_of(weight) if weight.wanted or master.form is not None else types["MASTER"]
     bits, count, columns = int(wanted["FORMS"]), math.prod(master.shape), master.shape[-1]
@@ -141,7 +141,7 @@ def _update(
     tiled = _is_tiled(columns, has_columns=bool(bits & gpu.COL), is_coded=is_coded)
     number = gpu.access(columns if tiled else count, *types.values())
     written = (*(x for new, old in states.values() for x in ((0, 0) if old is None else _held(new))), *outputs)
-    given = (x for _, old in states.values() for x in ((0, 0) if old is None else (old, _scale(old))))
+    given = (x for _, old in states.values() for x in ((0, 0) if old is None else (old, gpu.scale_of(old))))
     # blocks to a multiprocessor that registers leave room for
     resident = (2 if bits or is_coded else 3) if number == 8 else 3 if bits & gpu.COL or is_coded else 4
     if tiled:
@@ -168,17 +168,13 @@ def _is_tiled(columns: int, *, has_columns: bool, is_coded: bool) -> bool:
     return has_columns or (is_coded and columns % BLOCK > 0)
 
 
-def _held_type(tensor: Tensor) -> str:
-    """Type name of a state: that of its codes where it is held in 8 bits."""
-    return gpu.type_of(tensor) if tensor.form is None else tensor.form.dtype
+def _type_of_state(state: Tensor | None) -> str:
+    """Type name of a state; of its codes where it is held in 8 bits."""
+    return "float" if state is None else state.form.dtype if state.form is not None else gpu.type_of(state)
 
 
 def _held(output: Output) -> tuple[Output | Tensor, int]:
     """A state as a kernel writes it, and the address of its scales, 0 for what is not wanted or has none."""
     if not output.wanted or output.tensors[0].form is None:
         return output, 0
-    return output.tensors[0], _scale(output.tensors[0])
-
-
-def _scale(tensor: Tensor) -> int:
-    return 0 if tensor.scale is None else gpu.address(tensor.scale)
+    return output.tensors[0], gpu.scale_of(output.tensors[0])

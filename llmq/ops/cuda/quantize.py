@@ -76,7 +76,7 @@ def _transpose(out: Tensor, x: Tensor) -> None:
     constants = {"C": columns, "VECTOR": int(rows % 16 == 0 and columns % 16 == 0)}
     blocks = -(-rows // TURNED) * -(-columns // TURNED)
     owns = x.form is not None and x.form.owns_scales
-    scales = (gpu.address(out.scale), gpu.address(x.scale)) if owns else (0, 0)
+    scales = (gpu.scale_of(out), gpu.scale_of(x)) if owns else (0, 0)
     gpu.launch("transpose", "transpose", blocks, THREADS, (out, x, *scales, np.int64(rows)), constants)
 
 
@@ -86,7 +86,7 @@ def _dequantize(out: Output, x: Tensor) -> None:
     kind, columns, size = gpu.type_of(out), x.shape[-1], math.prod(x.shape)
     number = min(8, gpu.access(columns, "bf16"))
     constants: Constants = {"T": kind, "C": columns, "N": number, "SCALES": SCALES[x.form.scaling or ""]}
-    arguments = (out, x, gpu.address(x.scale), np.int64(size))
+    arguments = (out, x, gpu.scale_of(x), np.int64(size))
     blocks = -(-size // (THREADS * number))
     gpu.launch("dequantize", "dequantize", blocks, THREADS, arguments, constants)
 
@@ -102,7 +102,7 @@ def _unpack(out: Output, x: Tensor) -> None:
         rows, columns, number = matrix((rows, width), int(wanted["FORMS"]), kind)
     about, first = _format(x)
     constants: Constants = {"T": kind, "C": columns, "N": number, **about, **wanted}
-    arguments = (*outputs, x, gpu.address(x.scale), first, np.int64(rows), np.int64(gpu.height(out)))
+    arguments = (*outputs, x, gpu.scale_of(x), first, np.int64(rows), np.int64(gpu.height(out)))
     blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, TRANSPOSED)
     gpu.launch("unpack", "unpack", blocks, THREADS, arguments, constants)
 
@@ -148,7 +148,7 @@ def amax(out: Output, /, x: Tensor, *, in_bf16: bool) -> None:
         gpu.launch("cast", "amax", blocks, THREADS, (out, x, np.int64(count)), constants)
         return
     about, first = _format(x)
-    arguments = (out, x, gpu.address(x.scale), first, np.int64(count))
+    arguments = (out, x, gpu.scale_of(x), first, np.int64(count))
     gpu.launch("unpack", "held_amax", blocks, THREADS, arguments, {**constants, **about, "C": width})
 
 
@@ -217,7 +217,7 @@ def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float, scr
         gpu.zero(cell, 4)
     rows, lanes = gpu.rows_of(x.shape), 32 * int(constants["WARPS"])
     threads = max(THREADS, lanes)
-    arguments = (copy, gpu.address(copy.scale), cell, x, np.int64(rows))
+    arguments = (copy, gpu.scale_of(copy), cell, x, np.int64(rows))
     gpu.launch("quantize", "quantize_rows", -(-rows // (threads // lanes)), threads, arguments, constants)
     if cell:
         gpu.launch("quantize", "whole_scale", 1, 1, (scale, cell, np.float32(limit)), constants)
@@ -230,7 +230,7 @@ def _tiles(out: Output, scaling: str, row: Tensor | None, col: Tensor | None, x:
     assert gpu.height(out) in (0, gpu.rows_of(x.shape)), f"{out.name}: columns of a taller copy"
     constants = _constants(out, x, copy, gpu.ROW * (row is not None) + gpu.COL * (col is not None), scaling)
     rows, across = gpu.rows_of(x.shape), -(-x.shape[-1] // BLOCK)
-    scales = [0 if tensor is None else gpu.address(tensor.scale) for tensor in (row, col)]
+    scales = [gpu.scale_of(tensor) for tensor in (row, col)]
     if scaling == "rowwise":
         gpu.zero(scales[1], 4 * x.shape[-1])
         blocks = across * -(-rows // AMAX_ROWS)
@@ -251,7 +251,7 @@ def _pack(out: Output, copy: Tensor, x: Tensor) -> None:
     items = rows * -(-columns // per_scale) * (per_scale // number)
     types: Constants = {"X": gpu.type_of(x), "T": gpu.type_of(out)}
     constants: Constants = {**types, "C": columns, "N": number, "FORMAT": PACKED[scaling]}
-    arguments = (copy, gpu.address(copy.scale), x, np.int64(rows))
+    arguments = (copy, gpu.scale_of(copy), x, np.int64(rows))
     gpu.launch("pack", "pack", -(-items // THREADS), THREADS, arguments, constants)
 
 
@@ -279,7 +279,7 @@ def quantization_error(new_error: Output, /, error: Tensor, x: Tensor, copy: Ten
     constants: Constants = {"X": kind, "C": columns, "N": number, "E4M3": e4m3, "PER": per}
     blocks = min(ERROR_BLOCKS, -(-count // (THREADS * number)))
     parts = gpu.room(scratch, ERROR_BYTES)
-    read = (x, copy, gpu.address(copy.scale), np.int64(count))
+    read = (x, copy, gpu.scale_of(copy), np.int64(count))
     gpu.launch("quantization_error", "error_parts", blocks, THREADS, (parts, *read), constants)
     last = (new_error, error, parts, np.int32(blocks))
     gpu.launch("quantization_error", "error_total", 1, THREADS, last, constants)

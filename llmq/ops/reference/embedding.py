@@ -14,10 +14,6 @@ def _unused_rows(table: Ref, call: Arguments) -> int:
     return int(max(rows - used, 0) * width) * DTYPES[table.dtype].itemsize
 
 
-def _not_read(call: Arguments) -> int:
-    return _unused_rows(call.reads["weight"], call)
-
-
 def _not_added_to(call: Arguments) -> int:
     """Rows that are neither read nor written; without accumulation all are set to zero."""
     return sum(2 * _unused_rows(ref, call) for ref in call.writes["d_weight"] if "d_weight" in call.added)
@@ -25,7 +21,7 @@ def _not_added_to(call: Arguments) -> int:
 
 @op(
     family="embedding",
-    untouched=_not_read,
+    untouched=lambda call: _unused_rows(call.reads["weight"], call),
     temporaries=lambda a: a.size("res") + a.copies("weight") * a.size("res") // (2 * a.size("weight")),
 )
 def embedding_forward(res: Output, /, tokens: Tensor, weight: Tensor) -> None:

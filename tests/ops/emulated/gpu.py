@@ -67,8 +67,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Kernels:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(launch, "kernel", kernels.kernel)
     monkeypatch.setattr(launch, "launch_early", _launch_early)
-    monkeypatch.setattr(launch, "device_capability", lambda _: CAPABILITY)
-    monkeypatch.setattr(launch, "device_multiprocessors", lambda _: 4)
+    monkeypatch.setattr(launch, "device_facts", lambda _: (CAPABILITY, 4))
     return kernels
 
 
