@@ -13,7 +13,6 @@ from tiny_engines import PRECISIONS, tiny
 from llmq.backends.host import HostBackend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
-from llmq.engine.bound_plan import bind
 from llmq.engine.engine import Engine
 from llmq.model.optimizer import Hyperparameters
 from llmq.ops.temporaries import temporary_bytes
@@ -72,7 +71,7 @@ def test_each_op_takes_what_is_counted_for_it(name, changes):
     distinct = {id(program): name for name, program in made.plan.programs.items()}
     for program_name in distinct.values():
         program = made.plan.programs[program_name]
-        launches = bind(made.plan, program_name, made._memory, HostBackend().ops, poison=False)
+        launches = made._bound(program_name, HostBackend().ops)
         for call, launch in zip(program.calls, launches, strict=True):
             tracemalloc.start()
             with np.errstate(all="ignore"):
