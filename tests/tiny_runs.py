@@ -16,7 +16,7 @@ from tokenizers import decoders
 
 from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.rows import RowForm
-from llmq.data.tokens.pipeline import RowTokens
+from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.files.checkpoint import load
 from llmq.files.huggingface import Export
@@ -73,7 +73,7 @@ def number_stream(seq_len, vocab_size, opened=None):
             opened.append((shard, row, overall))
         for number in range(overall, 40):
             ids = np.random.default_rng(number).integers(0, 97, 5 + 13 * number % 29)
-            yield (number // 10, number % 10 + 1, number + 1), RowTokens(ids, None, (len(ids),))
+            yield (number // 10, number % 10 + 1, number + 1), TokenSpan(ids, None, np.array([len(ids)]))
 
     return StreamedRows(rows, RowForm(seq_len, vocab_size), "stream")
 

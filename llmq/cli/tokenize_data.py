@@ -2,7 +2,6 @@
 
 import os
 import sys
-from functools import partial
 from typing import Any
 
 import click
@@ -84,10 +83,8 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
         )
     options = Options.parse({"model": "any", "data": "any", **typed})
     # Imported here, so that --help does not wait for them.
-    from rich.console import Console
-
     from llmq.data.batches.named_data import encode_options
-    from llmq.data.tokens.tokenize import show_samples, tokenize_data
+    from llmq.data.tokens.tokenize import tokenize_data
 
     flat = options.to_flat()
     encode = encode_options(options.source, flat["seq_len"] if "seq_len" in typed else None)
@@ -98,7 +95,7 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
             encode=encode,
             on_progress=on_progress,
             say=screen.line,
-            on_encoder=partial(show_samples, count=show, console=Console()) if show else None,
+            samples=show,
             eval_fraction=flat["eval_fraction"],
             skip_bad_rows=flat["skip_bad_rows"],
             **given,

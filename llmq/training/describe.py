@@ -41,7 +41,7 @@ def describe(run: Ready, given: Collection[str], matmuls: Mapping[str, str]) -> 
 def _describe_data(run: Ready) -> None:
     """What is trained on, and for how long; a sample of it where a part is masked."""
     data, steps, log = run.data, run.schedule.steps, run.log
-    files = {"train": data.train.files, "eval": data.eval.files if data.eval else ()}
+    files = {"train": data.train.token_files, "eval": data.eval.token_files if data.eval else ()}
     windows, mixture = data.train.num_windows, data.shares(steps * data.samples_per_step)
     facts = {
         "tokens per step": data.samples_per_step * data.tokens_per_row,  # without virtual ones; packed rows have fewer
@@ -49,16 +49,16 @@ def _describe_data(run: Ready) -> None:
         "steps": steps if data.is_there else run.options["steps"],
         **data.facts(),
     }
-    listed = {kind: [{"path": str(path), "tokens": n} for path, n in found] for kind, found in files.items()}
+    listed = {kind: [{"path": str(f.path), "tokens": f.num_tokens} for f in found] for kind, found in files.items()}
     shares = {"mixture": [asdict(share) for share in mixture]} if mixture else {}
     log.section("dataset", {**listed, **shares, **facts})
     log.head("Dataset")
-    width = max((len(str(path)) for found in files.values() for path, _ in found), default=0)
+    width = max((len(str(file.path)) for found in files.values() for file in found), default=0)
     for kind, found in ((kind, found) for kind, found in files.items() if found):
-        total, several = sum(tokens for _, tokens in found), "" if len(found) == 1 else "s"
+        total, several = sum(file.num_tokens for file in found), "" if len(found) == 1 else "s"
         log.say(f"  {kind + ':':<6} {total:,} tokens in {len(found)} file{several}")
-        for path, tokens in found:
-            log.say(f"    {path!s:<{width}}  {tokens:>15,} tokens")
+        for file in found:
+            log.say(f"    {file.path!s:<{width}}  {file.num_tokens:>15,} tokens")
     for one in mixture:
         part = f"{100 * one.share:.2f}% of the tokens, {one.samples:,} samples, {one.epochs:.2f} epochs"
         log.say(f"  {one.name}: {part}")

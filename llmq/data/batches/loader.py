@@ -196,7 +196,7 @@ def _opened(
     names, eval_files = tuple(options.train_file or ()), list(options.eval_file or ())
     found: list[list[str]] | RowSource = [[name] for name in names]
     if named:
-        names, (found, eval_files) = tuple(named.names), named.open(form)
+        names, (found, eval_files) = tuple(named.options.data or ()), named.open(form)
     elif not names:
         return no_rows(form), None
     train, evaluation = None, None
@@ -244,7 +244,7 @@ def _open_sources(
 
 def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Samples:
     """The files that `patterns` name as samples; `with_tails` is for windows."""
-    files = open_files(patterns)
+    files = open_files(patterns, form.vocab_size)
     return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
 
 

@@ -48,7 +48,8 @@ class Mixture(Samples):
         assert len(sources) == len(weights) > 0
         super().__init__(sources[0].form, [file for source in sources for file in source.token_files])
         self.sources, self.weights, self.names = tuple(sources), tuple(weights), tuple(names)
-        self.parts, self.period = whole_parts(weights)
+        self.parts = whole_parts(weights)
+        self.period = sum(self.parts)
         empty = [name for name, source in zip(self.names, sources, strict=True) if not source.num_windows]
         if empty:
             raise DataError(
@@ -60,7 +61,7 @@ class Mixture(Samples):
             # A row of a source without borders is one document here.
             docs, longest = zip(*(source.limits or (1, self.seq_len) for source in sources), strict=True)
             self.limits = max(docs), max(longest)
-        self._source = assignment(self.parts, self.period)  # (period,): which source has each place
+        self._source = assignment(self.parts)  # (period,): which source has each place
         self._count = np.empty(self.period, np.int64)  # (period,): how often it stood at places before
         for n, part in enumerate(self.parts):
             self._count[self._source == n] = np.arange(part)
@@ -113,8 +114,8 @@ class Mixture(Samples):
         return [[source.num_windows, part] for source, part in zip(self.sources, self.parts, strict=True)]
 
 
-def whole_parts(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
-    """Whole numbers in the ratio of `weights`, as small as can be, and their sum: (3, 7), 10 for 0.3 and 0.7.
+def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in the ratio of `weights`, as small as can be: (3, 7) for 0.3 and 0.7.
 
     Weights are taken as they are written: 0.1 is a tenth, not the nearest binary fraction.
     """
@@ -131,17 +132,15 @@ def whole_parts(weights: Sequence[float]) -> tuple[tuple[int, ...], int]:
             f"the weights {', '.join(f'{weight:g}' for weight in weights)} are exact only every {sum(parts)} samples, "
             f"but at most {LARGEST_PERIOD} are planned for: give weights with fewer digits"
         )
-    return parts, sum(parts)
+    return parts
 
 
-def assignment(parts: Sequence[int], period: int) -> np.ndarray:
-    """Which source (period,) int64 has each place of a period, by Tijdeman's rule.
+def assignment(parts: Sequence[int]) -> np.ndarray:
+    """Which source (period,) int64 has each place of a period, the sum of all parts, by Tijdeman's rule.
 
     After n places source i has had between n * parts[i] / period - 1 and + 1 of them, bounds excluded.
     """
-    if len(parts) == 1:
-        return np.zeros(period, np.int64)
-    scale = 2 * len(parts) - 2
+    period, scale = sum(parts), max(2 * len(parts) - 2, 1)
     behind = [0] * len(parts)  # times period: share of the places so far, less the places had
     chosen = np.empty(period, np.int64)
     for place in range(period):

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from llmq.data.batches.packing import lay, pack_documents, piece_lengths, with_docs
+from llmq.data.batches.packing import cut_documents, lay, pack_documents, with_docs
 from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, RowSource, aim, empty_rows, mixed
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts, EncodeOptions, notes
@@ -29,7 +28,7 @@ from llmq.data.chat.template import read_prompt_template
 from llmq.data.rows.find_sources import NAMES, Request, find_anything, parsed_mapping
 from llmq.data.rows.row_files import BadRows, FileRows
 from llmq.data.stream import START, Position
-from llmq.data.tokens.pipeline import RowTokens, RowWork, tokenized
+from llmq.data.tokens.pipeline import RowWork, TokenSpan, tokenized
 from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -62,18 +61,13 @@ class NamedData:
     task: StartTask
     requests: tuple[Request, ...] = ()  # what is to be tokenized, by name
 
-    @property
-    def names(self) -> Sequence[str]:
-        """What is named, in order."""
-        return self.options.data or ()
-
     def find(self, seq_len: int) -> NamedData:
         """Itself, with requests for rows of `seq_len` tokens; see `find_anything` for the errors."""
-        options = self.options
-        for name in (name for name in self.names if name in NAMES and Path(name).exists()):
+        options, names = self.options, self.options.data or ()
+        for name in (name for name in names if name in NAMES and Path(name).exists()):
             self.note(f"--data {name} is {Path(name).absolute()}, not the data set of that name")
         encode = encode_options(options, seq_len)
-        found = [find_anything(name, options.eval_fraction, streaming=options.streaming) for name in self.names]
+        found = [find_anything(name, options.eval_fraction, streaming=options.streaming) for name in names]
         asked = (Request(one, self.tokenizer, one.known(encode), options.skip_bad_rows) for one in found)
         return replace(self, requests=tuple(one.settled() for one in asked))
 
@@ -81,21 +75,17 @@ class NamedData:
         """What is trained on, as token files by name unless it is read or only planned; and files to evaluate on."""
         if self.options.streaming:
             (request,) = self.requests
-            return open_stream(request, form, self.note), self._evaluation_of(request)
+            found, stream = request.found, open_stream(request, form, self.note)
+            if found.evaluation is None or self.plan_only:
+                return stream, []
+            rule = f"{found.rule}; its part for evaluation"
+            held = replace(found, train=found.evaluation, evaluation=None, numbered=False, rule=rule)
+            return stream, self._cached(replace(request, found=held))
         if self.plan_only and not all(request.is_made for request in self.requests):
             return self._planned(form), []
         made = [self._cached(request) for request in self.requests]
         train = [[name for name in files if Path(name).name.startswith("train")] for files in made]
         return train, [name for files in made for name in files if Path(name).name.startswith("eval")]
-
-    def _evaluation_of(self, request: Request) -> list[str]:
-        """The token files to evaluate on of a stream, if it has a part for that."""
-        found = request.found
-        if found.evaluation is None or self.plan_only:
-            return []
-        rule = f"{found.rule}; its part for evaluation"
-        held = replace(found, train=found.evaluation, evaluation=None, numbered=False, rule=rule)
-        return self._cached(replace(request, found=held))
 
     def _cached(self, request: Request) -> list[str]:
         """The names of a request's token files, as patterns."""
@@ -104,7 +94,7 @@ class NamedData:
         about = f"tokenizing into {entry}\n{request.found.rule}"
         with task(f"Tokenizing {name}") as on_progress:
             say(f"{name}: tokenized before, in {entry}" if is_made else f"{name}: {about}")
-            return [glob.escape(str(file)) for file in cached(request, on_progress=on_progress, say=say)]
+            return [glob.escape(str(file)) for file in cached(request, on_progress, say)]
 
     def _planned(self, form: RowForm) -> RowSource:
         """The shape of rows that are not tokenized yet, by the first of them; what would be tokenized is said."""
@@ -115,8 +105,8 @@ class NamedData:
                     self.note(encoder.describe())
         self.note("how many tokens and steps there are is known when it is tokenized")
         documents = _first_documents(self.requests)
-        longest = int(piece_lengths(documents, form.room).max(initial=1)) + form.num_virtual
-        return no_rows(_with_docs(form, documents), longest)
+        longest = int(cut_documents(documents, form.room)[1].max(initial=1)) + form.num_virtual
+        return no_rows(with_docs(form, documents, is_sample=True), longest)
 
 
 def encode_options(options: SourceOptions, seq_len: int | None) -> EncodeOptions:
@@ -182,7 +172,7 @@ class StreamedRows(RowSource):
 
     def __init__(
         self,
-        documents: Callable[[int, Position], Iterator[tuple[Position, RowTokens]]],
+        documents: Callable[[int, Position], Iterator[tuple[Position, TokenSpan]]],
         form: RowForm,
         name: str,
         key: str = "",
@@ -213,15 +203,15 @@ class StreamedRows(RowSource):
     def _windows(self, at: Place) -> Iterator[tuple[Place, Rows]]:
         pieces, waiting, size = self._pieces(at), list[_Piece](), self.form.room
         while True:
-            while sum(len(piece.ids) for piece in waiting) <= size:
+            while sum(len(piece.tokens.ids) for piece in waiting) <= size:
                 waiting.append(next(pieces))
             ids, trained = _joined(waiting)
             row = empty_rows(1, self.seq_len, None)
             row.tokens[0, self.num_virtual :] = ids[:size]
             aim(row.targets[0, self.num_virtual :], ids[: size + 1], trained[1 : size + 1])
             rest = size
-            while len(waiting[0].ids) <= rest:
-                rest -= len(waiting.pop(0).ids)
+            while len(waiting[0].tokens.ids) <= rest:
+                rest -= len(waiting.pop(0).tokens.ids)
             waiting[0] = waiting[0].after(rest)
             yield waiting[0].place, row
 
@@ -230,7 +220,7 @@ class StreamedRows(RowSource):
         for group, following in self._groups(at):
             place = group[0].place
             ids, trained = _joined(group)
-            lengths = np.array([length for piece in group for length in piece.lengths], np.int64)
+            lengths = np.concatenate([np.diff(piece.tokens.stops, prepend=0) for piece in group])
             seed = mixed(self.form.seed, place["epoch"], place["overall"])
             index = pack_documents(lengths, replace(self.form, seed=seed))
             for number in range(taken, index.num_packs):
@@ -250,7 +240,7 @@ class StreamedRows(RowSource):
                 yield group, piece.place
                 group, count = [], 0
             group.append(piece)
-            count += len(piece.ids)
+            count += len(piece.tokens.ids)
 
     def _pieces(self, at: Place) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""
@@ -258,18 +248,17 @@ class StreamedRows(RowSource):
         start: Position = (at["shard"], at["row"], at["overall"])
         empty = False
         while True:
-            for (shard, after, after_all), row in self.documents(at["begun"], start):
-                ids = row.ids
+            for (shard, after, after_all), tokens in self.documents(at["begun"], start):
+                ids = tokens.ids
                 if ids.size and not 0 <= ids.min() <= ids.max() < self.form.vocab_size:
                     raise DataError(
                         f"{self.name}, shard {shard}, row {after}: an id is outside the vocabulary "
                         f"(0 to {self.form.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
-                trained = np.ones(ids.size, bool) if row.trained is None else row.trained
                 place = dict(zip(PLACE, (epoch, shard, after - 1, after_all - 1, 0), strict=True))
-                piece = _Piece({"begun": at["begun"], **place}, ids, trained, row.lengths).after(skipped)
+                piece = _Piece({"begun": at["begun"], **place}, tokens).after(skipped)
                 skipped = 0
-                if piece.ids.size:
+                if piece.tokens.ids.size:
                     empty = False
                     yield piece
             if empty:
@@ -281,18 +270,17 @@ class _Piece(NamedTuple):
     """The tokens of a row of the data from one of them on, which is at `place`."""
 
     place: Place
-    ids: np.ndarray
-    trained: np.ndarray
-    lengths: tuple[int, ...]  # of the whole row's documents
+    tokens: TokenSpan
 
     def after(self, count: int) -> _Piece:
         place = {**self.place, "token": self.place["token"] + count}
-        return self._replace(place=place, ids=self.ids[count:], trained=self.trained[count:])
+        return _Piece(place, self.tokens.part(count, len(self.tokens.ids)))
 
 
 def _joined(pieces: Sequence[_Piece]) -> tuple[np.ndarray, np.ndarray]:
     """The ids (n,) of pieces one after the other, and which are trained (n,)."""
-    return np.concatenate([piece.ids for piece in pieces]), np.concatenate([piece.trained for piece in pieces])
+    masks = (np.ones(len(ids), bool) if trained is None else trained for _, (ids, trained, _) in pieces)
+    return np.concatenate([piece.tokens.ids for piece in pieces]), np.concatenate(list(masks))
 
 
 def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
@@ -320,8 +308,22 @@ def open_stream(request: Request, form: RowForm, say: Say) -> StreamedRows:
             for note in notes(counts, request.encode.seq_len, request.encode.overlong, num_bad):
                 say(f"{name}, {when}: {note}")
 
-    documents = partial(_tokens_of_rows, request, rows, report)
-    return StreamedRows(documents, _with_docs(form, _first_documents([request])), name, request.key, first)
+    def documents(begun: int, position: Position) -> Iterator[tuple[Position, TokenSpan]]:
+        encoder = request.encoder(datetime.fromtimestamp(begun))
+        assert encoder is not None
+        left_out, counts = BadRows(request.skip_bad_rows), Counts()
+        with closing(tokenized(RowWork(rows, encoder, ROWS_AT_ONCE), position)) as batches:
+            for _, batch in batches:
+                for one in batch.bad:
+                    left_out.add(one)
+                counts.add(batch.counts)
+                if counts.overlong:
+                    report("so far", counts, left_out.count)
+                yield from batch.by_row()
+        report("to the end of its rows", counts, left_out.count)
+
+    form = with_docs(form, _first_documents([request]), is_sample=True)
+    return StreamedRows(documents, form, name, request.key, first)
 
 
 def _first_documents(requests: Sequence[Request]) -> np.ndarray:
@@ -329,27 +331,3 @@ def _first_documents(requests: Sequence[Request]) -> np.ndarray:
     encoders = [(request, request.encoder(datetime.fromtimestamp(0))) for request in requests]
     found = (one for request, encoder in encoders if encoder for one in encoder.encode(request.first_rows, []))
     return np.array([len(document.ids) for document in found], np.int64)
-
-
-def _with_docs(form: RowForm, documents: np.ndarray) -> RowForm:
-    """The form with the documents of a row, by a sample of them."""
-    is_open = form.kind == PACKED and form.docs is None and len(documents)
-    return with_docs(form, documents, is_sample=True) if is_open else form
-
-
-def _tokens_of_rows(
-    request: Request, rows: FileRows, report: Callable[[str, Counts, int], None], begun: int, position: Position
-) -> Iterator[tuple[Position, RowTokens]]:
-    """What becomes of a request's rows, as a stream; templates see the time `begun`."""
-    encoder = request.encoder(datetime.fromtimestamp(begun))
-    assert encoder is not None
-    left_out, counts = BadRows(request.skip_bad_rows), Counts()
-    with closing(tokenized(RowWork(rows, encoder, ROWS_AT_ONCE), position)) as batches:
-        for _, batch in batches:
-            for one in batch.bad:
-                left_out.add(one)
-            counts.add(batch.counts)
-            if counts.overlong:
-                report("so far", counts, left_out.count)
-            yield from batch.by_row()
-    report("to the end of its rows", counts, left_out.count)

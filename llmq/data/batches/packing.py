@@ -25,13 +25,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from llmq.data.batches.rows import FileSamples, RowForm, Rows, aim, empty_rows, mixed, sample_order, share
+from llmq.data.batches.rows import WINDOWS, RowForm, Rows, Samples, aim, empty_rows, mixed, sample_order, share
 from llmq.data.tokens.token_file import TokenFile
-from llmq.errors import DataError, all_problems, noted
+from llmq.errors import all_problems, noted
 
 WINDOW = 1 << 17  # documents that are packed together
 DRAW, SHUFFLE = 0x7061636B, 0x70616C6C  # what random order is for
@@ -58,16 +58,27 @@ class PackIndex:
         return list(zip(starts.tolist(), (starts + self.lengths[mine]).tolist(), strict=True))
 
 
-class Packs(FileSamples):
+class Packs(Samples):
     """Packs of the documents of several token files, numbered through; the samples of packed training.
 
     With one document to a row this is plain padding, and rows have no borders.
     """
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
-        """Raises DataError if a file does not say where its documents end, or for a foreign id (see FileSamples)."""
-        documents = document_lengths(files)
-        super().__init__(files, with_docs(form, documents))
+        """Raises DataError, which names every file that does not say where its documents end."""
+        lengths = [np.empty(0, np.int64)]
+        with all_problems() as problems:
+            for file in files:
+                with noted(problems):
+                    lengths.append(np.diff(file.document_starts))
+                if file.header.version < 3:
+                    problems.append(
+                        f"{file.path} is of version {file.header.version}, which does not say where documents end: "
+                        "make it again with tokenize-data, or leave out --packing and --no-packing"
+                    )
+        documents = np.concatenate(lengths)
+        super().__init__(with_docs(form, documents), files)
+        self._file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         self.index = pack_documents(documents, self.form)
         self.num_windows = self.index.num_packs
         self.longest = int(self.index.lengths.max(initial=1)) + self.num_virtual  # tokens of a document in a row
@@ -97,31 +108,30 @@ class Packs(FileSamples):
         return rows if self.limits else rows._replace(borders=None)
 
     def _document(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
-        number = int(np.searchsorted(self.file_starts, start, side="right")) - 1
-        before = int(self.file_starts[number])
-        return self.part(number, start - before, stop - before)
+        number = int(np.searchsorted(self._file_starts, start, side="right")) - 1
+        before = int(self._file_starts[number])
+        return self.token_files[number].part(start - before, stop - before, self.form.vocab_size)
 
 
 def with_docs(form: RowForm, documents: np.ndarray, *, is_sample: bool = False) -> RowForm:
     """A form with the documents of a row: where it leaves them open, as few as fill rows nearly as well as any number
     would (`fewest_docs`) with documents of these lengths (n,). A sample is repeated until it fills SAMPLE_ROWS rows, as
-    rows could hold as many documents as there are in all the data."""
-    sizes = piece_lengths(documents, form.room) + np.int32(form.num_virtual)
-    if is_sample and len(sizes):
+    rows could hold as many documents as there are in all the data; an empty one says nothing."""
+    if form.kind == WINDOWS or form.docs is not None or (is_sample and not len(documents)):
+        return form
+    sizes = cut_documents(documents, form.room)[1] + np.int32(form.num_virtual)
+    if is_sample:
         sizes = np.tile(sizes, -(-SAMPLE_ROWS * form.seq_len // max(int(sizes.sum()), 1)))
-    return replace(form, max_docs=form.docs or fewest_docs(sizes, form.seq_len))
+    return replace(form, max_docs=fewest_docs(sizes, form.seq_len))
 
 
 def pack_documents(documents: np.ndarray, form: RowForm) -> PackIndex:
     """Which pieces lie in which pack, of documents of these lengths (n,) int64 that follow each other without a gap."""
     assert form.docs is not None
-    pieces = piece_lengths(documents, form.room)
+    starts, pieces = cut_documents(documents, form.room)
     numbers, num_packs = pack(pieces + np.int32(form.num_virtual), form.seq_len, form.docs, form.seed)
     order = np.argsort(numbers, kind="stable")
     ends = np.concatenate([[0], np.cumsum(np.bincount(numbers, minlength=num_packs))])
-    # Each cut is a token that two pieces have.
-    cuts = np.repeat(np.arange(len(documents)), piece_counts(documents, form.room))
-    starts = np.cumsum(pieces, dtype=np.int64) - pieces - (np.arange(len(pieces)) - cuts)
     return PackIndex(ends, starts[order], pieces[order])
 
 
@@ -142,39 +152,16 @@ def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]], num_v
         at = stop
 
 
-def document_lengths(files: Sequence[TokenFile]) -> np.ndarray:
-    """Tokens (n,) int64 of each document of all files, in order. DataError names every file that does not say."""
-    lengths = [np.empty(0, np.int64)]
-    with all_problems() as problems:
-        for file in files:
-            with noted(problems):
-                if file.header.version < 3:
-                    raise DataError(
-                        f"{file.path} is of version {file.header.version}, which does not say where documents end: "
-                        "make it again with tokenize-data, or leave out --packing and --no-packing"
-                    )
-                lengths.append(np.diff(file.document_starts))
-    return np.concatenate(lengths)
+def cut_documents(documents: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """First token (n,) int64 and tokens (n,) int32 of each piece of at most seq_len tokens of the documents, in order.
 
-
-def piece_lengths(documents: np.ndarray, seq_len: int) -> np.ndarray:
-    """Tokens (n,) int32 of each piece of at most seq_len tokens of the documents, in order."""
-    counts = piece_counts(documents, seq_len)
-    pieces = np.full(int(counts.sum()), seq_len, np.int32)
-    pieces[np.cumsum(counts) - 1] = documents - (counts - 1) * (seq_len - 1)
-    return pieces
-
-
-def piece_counts(documents: np.ndarray, seq_len: int) -> np.ndarray:
-    """How many pieces (n,) int64 each document has: two that follow each other share a token."""
-    return np.maximum(-(-(documents - 1) // (seq_len - 1)), 1)
-
-
-class Filling(NamedTuple):
-    """`repeats` packs of the same content: how many documents of each length."""
-
-    content: dict[int, int]
-    repeats: int
+    Two pieces that follow each other share a token.
+    """
+    counts = np.maximum(-(-(documents - 1) // (seq_len - 1)), 1)
+    lengths = np.full(int(counts.sum()), seq_len, np.int32)
+    lengths[np.cumsum(counts) - 1] = documents - (counts - 1) * (seq_len - 1)
+    shared = np.arange(len(lengths)) - np.repeat(np.arange(len(documents)), counts)
+    return np.cumsum(lengths, dtype=np.int64) - lengths - shared, lengths
 
 
 def pack(lengths: np.ndarray, seq_len: int, max_docs: int, seed: int) -> tuple[np.ndarray, int]:
@@ -183,13 +170,13 @@ def pack(lengths: np.ndarray, seq_len: int, max_docs: int, seed: int) -> tuple[n
     Documents are packed in windows of consecutive ones, so that those of a pack lie close together in their file. Which
     of equally long ones goes where, and the order of the packs within a window, are drawn from the seed.
     """
-    num_windows = max(round(len(lengths) / WINDOW), 1)
-    ends = [len(lengths) * (n + 1) // num_windows for n in range(num_windows)]
-    packs, start, num_packs = np.empty(len(lengths), np.int64), 0, 0
-    for number, end in enumerate(ends):
+    packs, num_packs, end = np.empty(len(lengths), np.int64), 0, 0
+    num_windows = max(round(len(lengths) / WINDOW), min(len(lengths), 1))
+    for number in range(num_windows):
+        start, end = end, len(lengths) * (number + 1) // num_windows
         found, count = _pack_window(lengths[start:end], seq_len, max_docs, seed, number)
         packs[start:end] = num_packs + found
-        start, num_packs = end, num_packs + count
+        num_packs += count
     return packs, num_packs
 
 
@@ -201,7 +188,7 @@ def fewest_docs(lengths: np.ndarray, seq_len: int) -> int:
     histogram = np.bincount(lengths, minlength=seq_len + 1)
 
     def num_packs(max_docs: int) -> int:
-        return sum(filling.repeats for filling in fill(histogram, seq_len, max_docs))
+        return sum(repeats for _, repeats in fill(histogram, seq_len, max_docs))
 
     enough = int(num_packs(seq_len) * (1 + WORTH_A_PLACE))
     docs = max(len(lengths) * seq_len // max(int(lengths.sum()), 1), 1)
@@ -210,8 +197,11 @@ def fewest_docs(lengths: np.ndarray, seq_len: int) -> int:
     return docs
 
 
-def fill(histogram: np.ndarray, seq_len: int, max_docs: int) -> list[Filling]:
-    """Packs for all documents; `histogram` (seq_len + 1,) counts them by their length, and none has no token."""
+def fill(histogram: np.ndarray, seq_len: int, max_docs: int) -> list[tuple[dict[int, int], int]]:
+    """Packs for all documents: how many of each length are in one, and how many packs are alike.
+
+    `histogram` (seq_len + 1,) counts documents by their length, and none has no token.
+    """
     assert len(histogram) == seq_len + 1 and not histogram[0] and max_docs > 0
     left, lengths = histogram.tolist(), np.flatnonzero(histogram).tolist()
     short = -(-seq_len // max_docs)  # a pack of shorter documents alone is never full
@@ -228,7 +218,7 @@ def fill(histogram: np.ndarray, seq_len: int, max_docs: int) -> list[Filling]:
             num_short -= repeats * count * (length < short)
             if not left[length]:
                 del lengths[bisect_left(lengths, length)]
-        found.append(Filling(content, repeats))
+        found.append((content, repeats))
     return found
 
 
@@ -271,31 +261,21 @@ def _longest(left: list[int], lengths: list[int], room: int) -> int:
 
 
 def _pack_window(lengths: np.ndarray, seq_len: int, max_docs: int, seed: int, window: int) -> tuple[np.ndarray, int]:
-    """`pack` for the documents of one window."""
+    """`pack` for the documents of one window, of which there are some."""
     n = len(lengths)
-    fillings = fill(np.bincount(lengths, minlength=seq_len + 1), seq_len, max_docs)
-    takes = [
-        (length, count, repeats, first)
-        for (content, repeats), first in zip(fillings, _starts([f.repeats for f in fillings]), strict=True)
-        for length, count in content.items()
-    ]
-    length, count, repeats, first = np.array(takes, np.int64).reshape(-1, 4).T
-    by_length = np.argsort(length, kind="stable")
-    count, repeats, first = count[by_length], repeats[by_length], first[by_length]
+    takes, num_packs = [], 0
+    for content, repeats in fill(np.bincount(lengths, minlength=seq_len + 1), seq_len, max_docs):
+        takes += [(length, count, repeats, num_packs) for length, count in content.items()]
+        num_packs += repeats
+    found = np.array(takes, np.int64)
+    _, count, repeats, first = found[np.argsort(found[:, 0], kind="stable")].T
     sizes = count * repeats
-    within = np.arange(n) - np.repeat(_starts(sizes), sizes)
-    num_packs = sum(filling.repeats for filling in fillings)
-    drawn = sample_order(np.arange(n) + n * window, n, mixed(seed, DRAW)) if n else np.empty(0, np.int64)
+    within = np.arange(n) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    drawn = sample_order(np.arange(n) + n * window, n, mixed(seed, DRAW))
     order = np.argsort(lengths.astype(np.int64) * n + drawn)  # by length, equal ones in random order
     packs = np.empty(n, np.int64)
     packs[order] = np.repeat(first, sizes) + within // np.repeat(count, sizes)
-    if n:
-        # With the run's own seed, the first epoch's order of samples would undo this, and go from full packs to
-        # less full ones: a loss that jumps by 0.8 nats on GSM8K where packs of two documents end.
-        packs = sample_order(np.arange(num_packs) + num_packs * window, num_packs, mixed(seed, SHUFFLE))[packs]
-    return packs, num_packs
-
-
-def _starts(sizes: np.ndarray | list[int]) -> np.ndarray:
-    """Where each of consecutive runs begins."""
-    return np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)
+    # With the run's own seed, the first epoch's order of samples would undo this, and go from full packs to less full
+    # ones: a loss that jumps by 0.8 nats on GSM8K where packs of two documents end.
+    shuffled = sample_order(np.arange(num_packs) + num_packs * window, num_packs, mixed(seed, SHUFFLE))
+    return shuffled[packs], num_packs

@@ -75,8 +75,7 @@ class RowForm:
         return self.seq_len - self.num_virtual
 
     def limits(self, longest: int | None = None) -> tuple[int, int] | None:
-        """Most documents of a row, and most tokens of a document, which are at most `longest`; None for rows without
-        borders."""
+        """Most documents of a row, and tokens of a document, at most `longest`; None: rows have no borders."""
         return (self.docs, longest or self.seq_len) if self.docs is not None and self.docs > 1 else None
 
 
@@ -150,8 +149,7 @@ class RowSource:
     def __init__(self, form: RowForm, files: Sequence[TokenFile] = ()) -> None:
         self.form, self.token_files = form, tuple(files)
         self.seq_len, self.num_virtual = form.seq_len, form.num_virtual  # with virtual tokens before each document
-        self.files = [(file.path, file.num_tokens) for file in files]
-        self.num_tokens = sum(count for _, count in self.files)
+        self.num_tokens = sum(file.num_tokens for file in files)
         self.limits = form.limits()  # most documents of a row, and tokens of a document; None: no borders
 
     def facts(self) -> dict[str, str]:
@@ -175,35 +173,12 @@ class Samples(RowSource):
     num_windows: int
 
     def order(self, places: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`.
-
-        Place s has sample s % N of epoch s // N's permutation.
-        """
+        """Which sample (n,) int64 is at each of `places` (n,) of the endless sequence of `seed`; see sample_order."""
         return sample_order(places, self.num_windows, seed)
 
     def read(self, samples: np.ndarray) -> Rows:
         """The samples with the numbers `samples` (n,); DataError if an id is not in the vocabulary."""
         raise NotImplementedError
-
-
-class FileSamples(Samples):
-    """Samples that are cut from the tokens of several files one after the other."""
-
-    def __init__(self, files: Sequence[TokenFile], form: RowForm) -> None:
-        """DataError if an id is found that is not of the form's vocabulary; see CHECKED_ENDS."""
-        super().__init__(form, files)
-        self.file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
-        with all_problems() as problems:
-            for file in files:
-                with noted(problems):
-                    file.check_ids(form.vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
-                    file.check_ids(form.vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
-
-    def part(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | bool]:
-        """Ids (n,) of the tokens [start, stop) of a file, and which but the first are trained: (n - 1,) or all."""
-        file = self.token_files[number]
-        file.check_ids(self.form.vocab_size, start, stop)
-        return file.tokens[start:stop], file.mask_bits is None or file.trained(start + 1, stop)
 
 
 def share(count: int, total: int) -> str:
@@ -216,7 +191,7 @@ def sidecars(files: Sequence[TokenFile]) -> list[tuple[TokenFile, Sidecar]]:
     return [(file, found) for file in files if (found := Sidecar.read(file.path, file.num_tokens)) is not None]
 
 
-class Windows(FileSamples):
+class Windows(Samples):
     """The windows of several token files, numbered through in the order of the files.
 
     A file of n tokens has floor((n - 1) / seq_len) windows from its start; the tokens after the last are not used,
@@ -225,10 +200,10 @@ class Windows(FileSamples):
     """
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm, *, with_tails: bool = False) -> None:
-        super().__init__(files, form)
+        super().__init__(form, files)
         self._size = form.room
         room = self._size - 1 if with_tails else 0  # the most tokens that a window may lack
-        self._ends = np.cumsum((np.maximum(np.diff(self.file_starts) - 1, 0) + room) // self._size)
+        self._ends = np.cumsum([(max(file.num_tokens - 1, 0) + room) // self._size for file in files])
         self.num_windows = int(self._ends[-1]) if files else 0
 
     def facts(self) -> dict[str, str]:
@@ -243,25 +218,27 @@ class Windows(FileSamples):
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
-            start = window * self._size
-            stop = min(start + self._size + 1, self.token_files[number].num_tokens)
-            ids, trained = self.part(number, start, stop)
+            file, start = self.token_files[number], window * self._size
+            ids, trained = file.part(start, min(start + self._size + 1, file.num_tokens), self.form.vocab_size)
             place = slice(self.num_virtual, self.num_virtual + len(ids) - 1)
             rows.tokens[row, place] = ids[:-1]
             aim(rows.targets[row, place], ids, trained)
         return rows
 
 
-def open_files(patterns: Iterable[str]) -> list[TokenFile]:
+def open_files(patterns: Iterable[str], vocab_size: int) -> list[TokenFile]:
     """The token files that `patterns` (paths or globs) name: in the order given, sorted within a glob.
 
-    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file.
+    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, or one with an id that
+    is not in the vocabulary (see CHECKED_ENDS).
     """
     files: list[TokenFile] = []
     with all_problems() as problems:
         for path in matched(patterns, problems, skip=SUFFIX):
             with noted(problems):
-                files.append(TokenFile.open(path))
+                files.append(file := TokenFile.open(path))
+                file.check_ids(vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
+                file.check_ids(vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
     return files
 
 
@@ -276,7 +253,7 @@ def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None)
             with noted(problems):
                 sidecar = Sidecar.read(file.path, file.num_tokens)
                 said = sidecar.tokenizer if sidecar is not None else None
-                found = file.tokenizer_sha256 or (said.sha256 if said else None)
+                found = file.header.tokenizer_sha256 or (said.sha256 if said else None)
                 if said and found != said.sha256:
                     problems.append(
                         f"{file.path} and its sidecar name different tokenizers: make both again, or delete the sidecar"

@@ -126,6 +126,11 @@ class Manifest(BaseModel):
     notes: list[str] = []  # on their rows
     files: dict[str, int] = {}
 
+    @property
+    def parts(self) -> list[FinishedPart]:
+        """Those of all streams."""
+        return [part for stream in self.streams for part in stream.parts]
+
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """That of `folder`; None if there is none that can be read."""
@@ -138,8 +143,8 @@ class Manifest(BaseModel):
     def unfinished(cls, folder: Path, key: str) -> Manifest | None:
         """That of an interrupted run for `key`, if the parts that it names are there."""
         found = cls.read(folder)
-        parts = [part for stream in found.streams for part in stream.parts] if found is not None else []
-        return found if found and found.key == key and all((folder / part.name).exists() for part in parts) else None
+        is_there = found and found.key == key and all((folder / part.name).exists() for part in found.parts)
+        return found if is_there else None
 
     def write(self, folder: Path) -> None:
         """Puts it in `folder`, whole and durably."""

@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from itertools import chain, groupby, islice, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, islice
 from multiprocessing.connection import Connection, Pipe
 from operator import itemgetter
 from pathlib import Path
@@ -47,36 +47,40 @@ FEW = 3  # batches of rows, of about a second each: a process takes longer than 
 MOST_PROCESSES = 16
 PART_TOKENS = 100_000_000  # llm.q's: a part ends with the first document that reaches it
 T = TypeVar("T")
+Placed = list[tuple[Position, T]]  # pieces of text or rows, with the position after each
+
+
+class TokenSpan(NamedTuple):
+    """Documents one after the other, the first of which may have begun before, and the last may go on after."""
+
+    ids: np.ndarray  # (n,) int32
+    trained: np.ndarray | None  # (n,) bool: whether each is trained as a target; None: all are
+    stops: np.ndarray  # (documents that end here,) int64: one after the last token of each, ascending
+
+    def part(self, start: int, stop: int) -> TokenSpan:
+        """The tokens [start, stop)."""
+        first, last = np.searchsorted(self.stops, [start, stop], side="right")
+        trained = None if self.trained is None else self.trained[start:stop]
+        return TokenSpan(self.ids[start:stop], trained, self.stops[first:last] - start)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
     """What a batch became. Documents need not end with their batch."""
 
-    ids: np.ndarray  # (n,) int32
-    trained: np.ndarray | None  # (n,) bool: whether each is trained as a target; None: all are
-    stops: np.ndarray  # (documents that end here,) int64: one after the last token of each, ascending
+    tokens: TokenSpan
     num_bytes: int = 0  # of text, where it is text files
     counts: Counts = field(default_factory=Counts)  # of the encoder, where it is rows
     bad: Sequence[BadRow] = ()  # rows that are left out, in order
     positions: Sequence[Position] = ()  # of rows: for each document, the position after the row that it is from
 
-    def by_row(self) -> Iterator[tuple[Position, RowTokens]]:
-        """What each row became, with the position after it."""
+    def by_row(self) -> Iterator[tuple[Position, TokenSpan]]:
+        """What each row became, one document or several, with the position after it."""
         start = 0
-        for position, mine in groupby(zip(self.positions, self.stops.tolist(), strict=True), itemgetter(0)):
-            stops = [start, *(stop for _, stop in mine)]
-            lengths = tuple(stop - first for first, stop in pairwise(stops))
-            part, start = slice(start, stops[-1]), stops[-1]
-            yield position, RowTokens(self.ids[part], None if self.trained is None else self.trained[part], lengths)
-
-
-class RowTokens(NamedTuple):
-    """The tokens of a row, which became one document or several."""
-
-    ids: np.ndarray  # (n,) int32
-    trained: np.ndarray | None  # (n,) bool; None: all
-    lengths: tuple[int, ...]  # of the documents
+        for position, mine in groupby(zip(self.positions, self.tokens.stops.tolist(), strict=True), itemgetter(0)):
+            *_, (_, stop) = mine
+            yield position, self.tokens.part(start, stop)
+            start = stop
 
 
 class Work(Protocol):
@@ -87,12 +91,12 @@ class Work(Protocol):
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, and whether it begins and ends there."""
+    """A piece of a document, and whether it begins there; the end of a document is a piece of its own."""
 
     text: str
     num_bytes: int
-    begins: bool
-    ends: bool
+    begins: bool = False
+    ends: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,37 +106,32 @@ class TextWork:
     documents: Sequence[Document]
     tokenizer: TextTokenizer
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, list[TextPiece]]]:
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Placed[TextPiece]]]:
         """Batches of about BATCH_CHARACTERS; raises DataError for what is not UTF-8."""
-        for after, batch in _batches(self._pieces(position), lambda piece: len(piece.text)):
-            yield after, [piece for _, piece in batch]
+        return _batches(self._pieces(position), lambda piece: len(piece.text))
 
     def _pieces(self, position: Position) -> Iterator[tuple[Position, TextPiece]]:
         first, at = position or (0, 0)
         for number, document in enumerate(self.documents[first:], first):
             begins = not at
-            for text in pieces(document.after(at), self.tokenizer.in_pieces):
+            for text in pieces(replace(document, start=document.start + at), self.tokenizer.in_pieces):
                 size = len(text) if text.isascii() else len(text.encode())
                 at += size
-                yield (number, at), TextPiece(text, size, begins, False)
+                yield (number, at), TextPiece(text, size, begins)
                 begins = False
-            yield (number + 1, 0), TextPiece("", 0, False, True)
+            yield (number + 1, 0), TextPiece("", 0, ends=True)
             at = 0
 
-    def encode(self, batch: list[TextPiece]) -> TokenBatch:
+    def encode(self, batch: Placed[TextPiece]) -> TokenBatch:
         """The ids of all pieces, with what begins and ends a text around each document."""
-        begin, end = self.tokenizer.begin_ids, (self.tokenizer.eos_token_id,)
-        found = self.tokenizer.encoder.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        parts = []
-        for piece, code in zip(batch, found, strict=True):
-            is_inside = not (piece.begins or piece.ends)
-            ids = code.ids if is_inside else [*begin * piece.begins, *code.ids, *end * piece.ends]
-            parts.append(np.array(ids, np.int32))
-        stops = np.cumsum([len(part) for part in parts])[[piece.ends for piece in batch]]
-        return TokenBatch(np.concatenate(parts), None, stops, sum(piece.num_bytes for piece in batch))
-
-
-RowBatch = list[tuple[Position, Row]]  # rows, with the position after each
+        begin, end, ids = self.tokenizer.begin_ids, (self.tokenizer.eos_token_id,), []
+        texts = [piece.text for _, piece in batch]
+        found = self.tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
+        for (_, piece), code in zip(batch, found, strict=True):
+            around = begin if piece.begins else end if piece.ends else ()
+            ids.append(np.array([*around, *code.ids] if around else code.ids, np.int32))
+        stops = np.cumsum([len(part) for part in ids])[[piece.ends for _, piece in batch]]
+        return TokenBatch(TokenSpan(np.concatenate(ids), None, stops), sum(piece.num_bytes for _, piece in batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,16 +142,16 @@ class RowWork:
     encoder: Encoder
     most: int = BATCH_ROWS
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, RowBatch]]:
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Placed[Row]]]:
         """Batches of about BATCH_CHARACTERS, and at most `most` rows."""
         return _batches(self.rows.read(position), _characters, self.most)
 
-    def encode(self, batch: RowBatch) -> TokenBatch:
+    def encode(self, batch: Placed[Row]) -> TokenBatch:
         """The ids of all rows that can be used, and what is wrong with the others, both in their order."""
         return encode_rows(self.encoder, batch)
 
 
-def encode_rows(encoder: Encoder, batch: RowBatch) -> TokenBatch:
+def encode_rows(encoder: Encoder, batch: Placed[Row]) -> TokenBatch:
     """The tokens of rows, by a copy of the encoder."""
     encoder = encoder.copied()
     bad = [row for _, row in batch if isinstance(row, BadRow)]
@@ -163,22 +162,17 @@ def encode_rows(encoder: Encoder, batch: RowBatch) -> TokenBatch:
     if any(document.trained is not None for document in documents):
         masks = (np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents)
         trained = np.concatenate(list(masks))
-    return TokenBatch(
-        np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)]),
-        trained,
-        np.cumsum([len(document.ids) for document in documents], dtype=np.int64),
-        counts=encoder.counts,
-        bad=bad,
-        positions=[batch[order[document.place]][0] for document in documents],
-    )
+    ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
+    stops = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
+    positions = [batch[order[document.place]][0] for document in documents]
+    return TokenBatch(TokenSpan(ids, trained, stops), 0, encoder.counts, bad, positions)
 
 
 def _batches(
-    items: Iterator[tuple[Position, T]], size: Callable[[T], int], most: int | None = None
-) -> Iterator[tuple[Position, list[tuple[Position, T]]]]:
+    items: Iterator[tuple[Position, T]], size: Callable[[T], int], most: int = sys.maxsize
+) -> Iterator[tuple[Position, Placed[T]]]:
     """Items of about BATCH_CHARACTERS in all, at most so many."""
-    batch: list[tuple[Position, T]] = []
-    characters = 0
+    batch, characters = Placed[T](), 0
     for after, item in items:
         batch.append((after, item))
         characters += size(item)
@@ -194,12 +188,12 @@ def _characters(value: Any) -> int:
     match value:
         case Record():
             return _characters(value.value)
-        case str():
+        case str() | [int(), *_]:
             return len(value)
         case dict():
             return sum(map(_characters, value.values()))
         case list():
-            return sum(map(_characters, value)) if value and not isinstance(value[0], int) else len(value)
+            return sum(map(_characters, value))
     return 1
 
 
@@ -223,7 +217,7 @@ class Workers:
         pipe.send(self._again)
         self._idle.put((process, pipe))
 
-    def encode(self, batch: RowBatch) -> TokenBatch:
+    def encode(self, batch: Placed[Row]) -> TokenBatch:
         """As `encode_rows`, in one of the processes; LlmqError if that ends."""
         process, pipe = self._idle.get()
         try:
@@ -315,10 +309,8 @@ class Producer:
     def run(self, streams: Sequence[TokenStream]) -> list[StreamProgress]:
         """The finished streams."""
         done = self.manifest.streams
-        for number, self.stream in enumerate(streams):
-            if number == len(done):
-                done.append(StreamProgress())
-            self.done = done[number]
+        done += [StreamProgress() for _ in streams[len(done) :]]
+        for self.stream, self.done in zip(streams, done, strict=True):
             if not self.done.finished:
                 self._fill(BadRows(self.skip_bad_rows, sum(progress.bad for progress in done)))
         return done
@@ -329,14 +321,14 @@ class Producer:
         try:
             processes = min(num_cores(), MOST_PROCESSES)
             with closing(tokenized(self.stream.work, done.position, processes)) as batches:
-                for position, tokens in batches:
-                    for row in tokens.bad:
+                for position, batch in batches:
+                    for row in batch.bad:
                         bad.add(row)
-                    has_room = self._append(tokens)
-                    done.position, done.skipped = position, max(done.skipped - len(tokens.ids), 0)
-                    done.rows.add(tokens.counts)
-                    done.num_bytes += tokens.num_bytes
-                    done.bad += len(tokens.bad)
+                    has_room = self._append(batch.tokens)
+                    done.position, done.skipped = position, max(done.skipped - len(batch.tokens.ids), 0)
+                    done.rows.add(batch.counts)
+                    done.num_bytes += batch.num_bytes
+                    done.bad += len(batch.bad)
                     self.on_progress(self.manifest.streams)
                     if not has_room:
                         break
@@ -353,51 +345,34 @@ class Producer:
         done.finished = True
         self.manifest.write(self.folder)
 
-    def _append(self, tokens: TokenBatch) -> bool:
+    def _append(self, tokens: TokenSpan) -> bool:
         """Writes a batch, in several parts where one is full; returns whether there is room for more."""
-        start = min(self.done.skipped, len(tokens.ids))
+        stream, done, start = self.stream, self.done, min(self.done.skipped, len(tokens.ids))
         while True:
-            room = self._part_size() - (self.writer.num_tokens if self.writer is not None else 0)
+            size = sys.maxsize >> 1 if stream.whole else min(PART_TOKENS, stream.limit or PART_TOKENS)
+            if stream.eval_tokens and not done.parts:
+                size = stream.eval_tokens
+            room = size - (self.writer.num_tokens if self.writer is not None else 0)
             index = int(np.searchsorted(tokens.stops, start + room))  # of the document with which the part is full
-            if index == len(tokens.stops):
-                self._write(tokens, start, len(tokens.ids))
+            is_full = index < len(tokens.stops)
+            stop = int(tokens.stops[index]) if is_full else len(tokens.ids)
+            if start < stop:
+                number = len(done.parts) - bool(stream.eval_tokens)
+                path = self.folder / ("eval.bin" if number < 0 else f"{stream.name}-{number:03d}.bin")
+                vocab_size, sha256 = self.tokenizer.vocab_size, self.tokenizer.sha256
+                self.writer = self.writer or TokenWriter(path, vocab_size, stream.has_masks, sha256)
+                self.writer.append(*tokens.part(start, stop))
+            if not is_full:
                 return True
-            stop = int(tokens.stops[index])
-            self._write(tokens, start, stop)
             self._end_part()
-            start = self.done.skipped = stop
+            start = done.skipped = stop
             self.manifest.write(self.folder)
-            if self.stream.limit is not None and self.done.num_tokens >= self.stream.limit:
+            if stream.limit is not None and done.num_tokens >= stream.limit:
                 return False
-
-    def _part_size(self) -> int:
-        """The tokens with which the part is full that is being written."""
-        if self.stream.eval_tokens and not self.done.parts:
-            return self.stream.eval_tokens
-        return sys.maxsize >> 1 if self.stream.whole else min(PART_TOKENS, self.stream.limit or PART_TOKENS)
-
-    def _write(self, tokens: TokenBatch, start: int, stop: int) -> None:
-        if start == stop:
-            return
-        if self.writer is None:
-            self.writer = TokenWriter(
-                self.folder / self._name(),
-                vocab_size=self.tokenizer.vocab_size,
-                has_masks=self.stream.has_masks,
-                tokenizer_sha256=self.tokenizer.sha256,
-            )
-        mask = None if tokens.trained is None else tokens.trained[start:stop]
-        inside = (tokens.stops > start) & (tokens.stops <= stop)
-        self.writer.append(tokens.ids[start:stop], mask, stops=tokens.stops[inside] - start)
 
     def _end_part(self) -> None:
         if (writer := self.writer) is not None:
             writer.finish()
             self.writer = None
             counts = {name: getattr(writer, name) for name in ("num_tokens", "num_documents", "num_trained")}
-            self.done.parts.append(FinishedPart(name=self._name(), **counts))
-
-    def _name(self) -> str:
-        """That of the part that is being written."""
-        number = len(self.done.parts) - bool(self.stream.eval_tokens)
-        return "eval.bin" if number < 0 else f"{self.stream.name}-{number:03d}.bin"
+            self.done.parts.append(FinishedPart(name=writer.path.name, **counts))

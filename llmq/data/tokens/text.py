@@ -50,10 +50,6 @@ class Document:
     def num_bytes(self) -> int:
         return self.stop - self.start
 
-    def after(self, count: int) -> Document:
-        """The rest after the first `count` bytes."""
-        return replace(self, start=self.start + count)
-
 
 @dataclass(frozen=True)
 class Texts:

@@ -33,9 +33,10 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,7 +46,6 @@ from llmq.errors import DataError
 MAGIC = b"BIN.TOK\n"
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 16
-VERSIONS = (1, 2, 3)
 NEWEST = 3
 NARROW_IDS = 1 << 16  # vocabularies up to this have ids of two bytes
 CHECKSUM = np.dtype("<u4")
@@ -56,49 +56,44 @@ _LEGACY = struct.Struct("<8s5i")
 _CURRENT = struct.Struct("<8s2i2Q2I32sI")
 
 
+class Places(NamedTuple):
+    """Where the parts of a token file lie, in bytes from its start."""
+
+    masks: int
+    documents: int
+    table: int  # of checksums
+    end: int
+
+
 @dataclass(frozen=True)
 class Header:
-    """What a token file says of itself, and so where its parts lie. All offsets are bytes from the file's start."""
+    """What a token file says of itself, and so where its parts lie."""
 
     version: int
     num_tokens: int
     vocab_size: int | None  # None in version 1, which does not say it
     has_masks: bool = False
     num_documents: int = 0  # versions 1 and 2 do not say it: one if there are tokens
-    tokenizer_sha256: str | None = None  # in hex
+    tokenizer_sha256: str | None = None  # of the tokenizer.json that made the ids, in hex, where the file says it
     table_checksum: int = 0  # CRC-32 of the table of checksums
 
     @property
     def token_dtype(self) -> np.dtype:
-        if self.version < 3:
-            return np.dtype("<i4")
-        assert self.vocab_size is not None
-        return np.dtype("<u2" if self.vocab_size <= NARROW_IDS else "<u4")
-
-    @property
-    def masks_at(self) -> int:
-        return HEADER_BYTES + self.num_tokens * self.token_dtype.itemsize
+        return np.dtype("<i4" if self.version < 3 else "<u2" if (self.vocab_size or 0) <= NARROW_IDS else "<u4")
 
     @property
     def mask_bytes(self) -> int:
         return -(-self.num_tokens // 8) if self.has_masks else 0
 
-    @property
-    def documents_at(self) -> int:
-        end = self.masks_at + self.mask_bytes
-        return end if self.version < 3 else -(-end // 8) * 8
-
-    @property
-    def table_at(self) -> int:
-        return self.documents_at + (START.itemsize * (self.num_documents + 1) if self.version >= 3 else 0)
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-(self.table_at - HEADER_BYTES) // BLOCK_BYTES) if self.version >= 3 else 0
-
-    @property
-    def file_bytes(self) -> int:
-        return self.table_at + CHECKSUM.itemsize * self.num_blocks
+    @cached_property
+    def places(self) -> Places:
+        masks = HEADER_BYTES + self.num_tokens * self.token_dtype.itemsize
+        documents = masks + self.mask_bytes
+        if self.version < 3:
+            return Places(masks, documents, documents, documents)
+        documents = -(-documents // 8) * 8
+        table = documents + START.itemsize * (self.num_documents + 1)
+        return Places(masks, documents, table, table + CHECKSUM.itemsize * -(-(table - HEADER_BYTES) // BLOCK_BYTES))
 
     def to_bytes(self) -> bytes:
         """The bytes of the header in a file of version 3."""
@@ -125,7 +120,7 @@ class Header:
                 f"{path} is truncated: {size} bytes, of which the header needs {HEADER_BYTES}: make it again"
             )
         version = int.from_bytes(data[8:12], "little", signed=True)
-        if version not in VERSIONS:
+        if not 1 <= version <= NEWEST:
             raise DataError(f"{path} is of version {version}, but only versions 1 to {NEWEST} can be read")
         if version < 3:
             _, _, token_bytes, tokens, vocab_size, has_masks = _LEGACY.unpack_from(data)
@@ -139,13 +134,13 @@ class Header:
             is_right = zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
         if not is_right:
             raise DataError(f"{path} has a damaged header of version {version}: copy or make it again")
-        if size != header.file_bytes:
+        if size != (end := header.places.end):
             parts = f"{header.num_tokens} tokens"
             parts += f" and {header.mask_bytes} bytes of masks" if header.has_masks else ""
             parts += f" and {header.num_documents} documents" if version >= 3 else ""
             raise DataError(
-                f"{path} {'is truncated' if size < header.file_bytes else 'has extra bytes'}: {size} bytes, "
-                f"but {parts} make {header.file_bytes}: copy or make it again"
+                f"{path} {'is truncated' if size < end else 'has extra bytes'}: {size} bytes, but {parts} make {end}: "
+                "copy or make it again"
             )
         return header
 
@@ -161,7 +156,6 @@ class TokenFile:
     path: Path
     header: Header
     data: np.ndarray  # (file_bytes,) uint8: the whole file
-    _checked: bytearray = field(default_factory=bytearray, repr=False)  # for each block: 1 when its checksum was right
 
     @property
     def num_tokens(self) -> int:
@@ -170,11 +164,6 @@ class TokenFile:
     @property
     def num_documents(self) -> int:
         return self.header.num_documents
-
-    @property
-    def tokenizer_sha256(self) -> str | None:
-        """SHA-256 of the tokenizer.json that made the ids, in hex, where the file says it."""
-        return self.header.tokenizer_sha256
 
     @property
     def fingerprint(self) -> str:
@@ -189,12 +178,12 @@ class TokenFile:
     @cached_property
     def tokens(self) -> np.ndarray:
         """(num_tokens,) int32 in versions 1 and 2, uint16 or uint32 in version 3."""
-        return self.data[HEADER_BYTES : self.header.masks_at].view(self.header.token_dtype)
+        return self.data[HEADER_BYTES : self.header.places.masks].view(self.header.token_dtype)
 
     @cached_property
     def mask_bits(self) -> np.ndarray | None:
         """(ceil(num_tokens / 8),) uint8, or None: every token is trained."""
-        start = self.header.masks_at
+        start = self.header.places.masks
         return self.data[start : start + self.header.mask_bytes] if self.header.has_masks else None
 
     @cached_property
@@ -204,11 +193,11 @@ class TokenFile:
         A file of version 1 or 2 is one document. Raises DataError if the file is damaged here, or the starts do not
         rise from 0 to num_tokens.
         """
-        header = self.header
-        if header.version < 3:
-            return np.array([0, self.num_tokens][: header.num_documents + 1], np.int64)
-        self._check_blocks(header.documents_at, header.table_at)
-        starts = self.data[header.documents_at : header.table_at].view(START)
+        _, begin, end, _ = self.header.places
+        if self.header.version < 3:
+            return np.array([0, self.num_tokens][: self.header.num_documents + 1], np.int64)
+        self._check_blocks(begin, end)
+        starts = self.data[begin:end].view(START)
         if starts[0] != 0 or starts[-1] != self.num_tokens or (starts[1:] <= starts[:-1]).any():
             raise DataError(
                 f"{self.path}: its documents do not rise from token 0 to {self.num_tokens}: make the file again"
@@ -229,7 +218,7 @@ class TokenFile:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 header = Header.parse(path, file.read(HEADER_BYTES), size)
-                opened = cls(path, header, np.memmap(file, np.uint8, mode="r"), bytearray(header.num_blocks))
+                opened = cls(path, header, np.memmap(file, np.uint8, mode="r"))
         if zlib.crc32(opened._table.data) != header.table_checksum:
             raise DataError(f"{path}: its table of checksums is damaged: copy or make the file again")
         return opened
@@ -239,7 +228,8 @@ class TokenFile:
         if self.mask_bits is None:
             return np.ones(stop - start, bool)
         first, last = start // 8, -(-stop // 8)
-        self._check_blocks(self.header.masks_at + first, self.header.masks_at + last)
+        masks = self.header.places.masks
+        self._check_blocks(masks + first, masks + last)
         bits = np.unpackbits(self.mask_bits[first:last], bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(bool)
 
@@ -248,9 +238,8 @@ class TokenFile:
         """How many tokens are trained as targets. Reads all masks; DataError if they are damaged."""
         if self.mask_bits is None:
             return self.num_tokens
-        ends = range(0, self.num_tokens, CHECKED_AT_ONCE)
-        blocks = (self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)) for at in ends)
-        return sum(int(np.count_nonzero(block)) for block in blocks)
+        starts = range(0, self.num_tokens, CHECKED_AT_ONCE)
+        return sum(int(self.trained(at, min(at + CHECKED_AT_ONCE, self.num_tokens)).sum()) for at in starts)
 
     def count_trained(self, tokens: np.ndarray) -> int:
         """How many of the tokens (n,) with these numbers are trained, of a file whose masks were checked."""
@@ -273,16 +262,26 @@ class TokenFile:
                     f"has {vocab_size} ids (0 to {vocab_size - 1}): tokenize the text with the model's own tokenizer"
                 )
 
-    @property
+    def part(self, start: int, stop: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray | bool]:
+        """Ids (n,) of the tokens [start, stop), checked, and which but the first are trained: (n - 1,) or all."""
+        self.check_ids(vocab_size, start, stop)
+        return self.tokens[start:stop], self.mask_bits is None or self.trained(start + 1, stop)
+
+    @cached_property
     def _table(self) -> np.ndarray:
-        return self.data[self.header.table_at :].view(CHECKSUM)
+        return self.data[self.header.places.table :].view(CHECKSUM)
+
+    @cached_property
+    def _checked(self) -> bytearray:
+        """For each block 1 when its checksum was right."""
+        return bytearray(len(self._table))
 
     def _check_blocks(self, start: int, stop: int) -> None:
         """Checks the blocks with the bytes [start, stop) of the file that were not checked yet."""
         first, last = (start - HEADER_BYTES) // BLOCK_BYTES, -(-(stop - HEADER_BYTES) // BLOCK_BYTES)
         while (block := self._checked.find(0, first, last)) >= 0:
             begin = HEADER_BYTES + block * BLOCK_BYTES
-            end = min(begin + BLOCK_BYTES, self.header.table_at)
+            end = min(begin + BLOCK_BYTES, self.header.places.table)
             if zlib.crc32(self.data[begin:end].data) != self._table[block]:
                 raise DataError(
                     f"{self.path} is damaged between the bytes {begin} and {end}, which have another checksum than "
@@ -299,7 +298,7 @@ class TokenWriter:
     """
 
     def __init__(
-        self, path: str | Path, *, vocab_size: int, has_masks: bool = False, tokenizer_sha256: str | None = None
+        self, path: str | Path, vocab_size: int, has_masks: bool = False, tokenizer_sha256: str | None = None
     ) -> None:
         """`vocab_size` bounds the ids."""
         self.path = Path(path)
@@ -319,18 +318,16 @@ class TokenWriter:
         return len(self._starts) - 1
 
     def append(
-        self, tokens: np.ndarray, mask: np.ndarray | None = None, *, stops: np.ndarray | Sequence[int] = ()
+        self, tokens: np.ndarray, mask: np.ndarray | None = None, stops: np.ndarray | Sequence[int] = ()
     ) -> None:
         """Adds `tokens` (n,) int; in a file with masks, `mask` (n,) bool says which are trained as targets (None: all).
 
         Documents end after the first `stops[i]` of them, ascending from 1; the last continues where no stop is n.
         Raises DataError for an id outside the vocabulary.
         """
-        tokens = np.asarray(tokens)
+        tokens, vocab_size = np.asarray(tokens), self.header.vocab_size
         assert tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
-        assert mask is None or self.header.has_masks
-        vocab_size = self.header.vocab_size
-        assert vocab_size is not None
+        assert vocab_size is not None and (mask is None or self.header.has_masks)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             bad = int(tokens.max() if tokens.min() >= 0 else tokens.min())
             raise DataError(f"{self.path}: the id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
@@ -355,9 +352,9 @@ class TokenWriter:
         with storage(self.path), self._file as file:
             if header.has_masks:
                 file.write(self._masks + np.packbits(self._bits, bitorder="little").tobytes())
-            file.write(bytes(header.documents_at - file.tell()))
+            file.write(bytes(header.places.documents - file.tell()))
             file.write(np.array(self._starts, START).tobytes())
-            assert file.tell() == header.table_at
+            assert file.tell() == header.places.table
             file.seek(HEADER_BYTES)
             checksums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
             table = np.array(checksums, CHECKSUM).tobytes()

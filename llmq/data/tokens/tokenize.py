@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llmq.data.chat.encode import Encoder, show
-from llmq.data.chat.encoded import Counts, Encoded, EncodeOptions, notes
+from rich.console import Console
+
+from llmq.data.chat.encode import show
+from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.rows.find_sources import Request, find_files, find_set
-from llmq.data.rows.row_files import BadRow, Record
-from llmq.data.tokens.cache import MANIFEST, FinishedPart, Manifest, StreamProgress, locked
+from llmq.data.rows.row_files import Record
+from llmq.data.tokens.cache import MANIFEST, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import Producer, TokenStream
 from llmq.data.tokens.text import Texts
 from llmq.data.tokens.token_file import TokenFile
@@ -29,26 +31,22 @@ from llmq.data.tokens.tokenizer import (
 )
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from llmq.screen import Report
 
 WORK = ".partial"  # where files are made, in the folder that they are for
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
 
 Say = Callable[[str], None]
-OnEncoder = Callable[[Encoder, Iterable[Record]], None]
 
 
-def show_samples(encoder: Encoder, records: Iterable[Record], count: int, console: Console) -> None:
+def show_samples(request: Request, count: int) -> None:
     """Prints the first `count` documents with their tokens colored by mask, or marked where there are no colors."""
-    encoder, bad = encoder.copied(), list[BadRow]()
-    documents: list[Encoded] = []
-    for record in records:
-        documents += encoder.encode([record], bad)
-        if len(documents) >= count:
-            break
+    encoder, console, rows = request.encoder(), Console(), request.found.train
+    if encoder is None or isinstance(rows, Texts):
+        raise UsageError(f"--show is for data in rows, but {request.found.name} is text: leave it out")
+    made = (encoder.encode([row], []) for _, row in rows.read() if isinstance(row, Record))
+    documents = list(islice(chain.from_iterable(made), count))
     # lines as they are: a terminal breaks long ones itself, and in a file a path stays whole
     console.print(show(documents, encoder.tokenizer, count, marks=console.color_system is None), soft_wrap=True)
 
@@ -64,16 +62,16 @@ def tokenize_data(
     out_dir: str | Path | None = None,
     encode: EncodeOptions | None = None,
     skip_bad_rows: int = 0,
-    on_progress: Callable[[int, int | None], None] = lambda done, total: None,
+    on_progress: Report = lambda done, total: None,
     say: Say = lambda text: None,
-    on_encoder: OnEncoder | None = None,
+    samples: int = 0,
 ) -> list[TokenFile]:
     """Writes train.bin and eval.bin, or numbered parts of them, with sidecars and the tokenizer's files beside them.
 
     The data is that of a named or Hub `dataset`, or of the files that `inputs` (paths, folders and globs) name; see
     `find_sources` for what is kept for evaluation. `tokenizer` is a folder, a hub name or a short name. `out_dir` is
-    data/DATA-TOKENIZER by default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all;
-    `on_encoder` gets the encoder and the rows before all else, to show some.
+    data/DATA-TOKENIZER by default. `on_progress` gets the bytes (of text) or rows done, and the bytes in all. The first
+    `samples` documents of rows are printed.
 
     Files appear whole, at the end; an interrupted call that is made again resumes after its last finished part. Raises
     UsageError, DataError and StorageError.
@@ -93,22 +91,23 @@ def tokenize_data(
         say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):
-        manifest = make(request, folder / WORK, on_progress=on_progress, say=say, on_encoder=on_encoder)
-        parts = [part for stream in manifest.streams for part in stream.parts]
-        _refuse_stale(folder, {path.name for path in _token_files(folder)} - {part.name for part in parts})
-        _publish(parts, folder / WORK, folder)
-    return [TokenFile.open(folder / part.name) for part in parts]
+        if samples:
+            show_samples(request, samples)
+        manifest = make(request, folder / WORK, on_progress, say)
+        names = [part.name for part in manifest.parts]
+        _refuse_stale(folder, {path.name for path in _token_files(folder)}.difference(names))
+        remove_leftovers(folder / FOLDER)
+        copy_tokenizer(folder / WORK / FOLDER, folder / FOLDER)
+        with storage(folder):
+            for path in (folder / WORK / name for name in names):
+                os.replace(path, folder / path.name)
+                os.replace(sidecar_name(path), sidecar_name(folder / path.name))
+            shutil.rmtree(folder / WORK)
+            sync_folder(folder)
+    return [TokenFile.open(folder / name) for name in names]
 
 
-def make(
-    request: Request,
-    work: Path,
-    *,
-    on_progress: Callable[[int, int | None], None],
-    say: Say,
-    on_encoder: OnEncoder | None = None,
-    begun: datetime | None = None,
-) -> Manifest:
+def make(request: Request, work: Path, on_progress: Report, say: Say, begun: datetime | None = None) -> Manifest:
     """Makes all files in the folder `work`, after the parts that an interrupted call for the same has finished there.
 
     Returns what was made, and says the notes on its rows. The manifest stays in `work` with the files, so that nothing
@@ -126,11 +125,6 @@ def make(
     encoder = request.encoder(manifest.begun)
     if encoder is not None:
         say(encoder.describe())
-        if on_encoder is not None:
-            assert not isinstance(found.train, Texts)
-            on_encoder(encoder, (row for _, row in found.train.read() if isinstance(row, Record)))
-    elif on_encoder is not None:
-        raise UsageError(f"--show is for data in rows, but {found.name} is text: leave it out")
     if resumed is not None:
         say("resuming where an earlier call for the same data was interrupted")
 
@@ -147,10 +141,19 @@ def make(
         made = Producer(work, manifest, tokenizer, request.skip_bad_rows, report).run(streams)
         manifest.notes = _check(request, work, made)
         copy_tokenizer(tokenizer.folder, work / FOLDER)
-        ends = set().union(*(stream.rows.end_tokens for stream in made)) if encoder is not None else set()
-        bad = sum(stream.bad for stream in made)
-        for part in (part for stream in made for part in stream.parts):
-            _sidecar(request, part, encoder, ends, bad).write(work / part.name)
+        of_text = f"each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
+        ends = encoder.end_token_ids if encoder else (tokenizer.eos_token_id,)
+        for part in manifest.parts:
+            Sidecar(
+                num_tokens=part.num_tokens,
+                num_documents=part.num_documents,
+                document_rule=f"{found.rule}; {encoder.describe() if encoder else of_text}",
+                text=found.asked,
+                bad_rows=sum(stream.bad for stream in made),
+                end_token_ids=tuple(sorted(set(ends).union(*(stream.rows.end_tokens for stream in made)))),
+                tokenizer=TokenizerNote.model_validate({**vars(tokenizer), "folder": FOLDER}),
+                chat_template=encoder.template_note if encoder else None,
+            ).write(work / part.name)
     except BaseException:
         if (work / MANIFEST).exists():
             say("finished parts are kept: the same command resumes after them")
@@ -188,21 +191,6 @@ def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list
     return lines
 
 
-def _sidecar(request: Request, part: FinishedPart, encoder: Encoder | None, ends: set[int], bad_rows: int) -> Sidecar:
-    tokenizer = request.tokenizer
-    of_text = f"each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
-    return Sidecar(
-        num_tokens=part.num_tokens,
-        num_documents=part.num_documents,
-        document_rule=f"{request.found.rule}; {encoder.describe() if encoder else of_text}",
-        text=request.found.asked,
-        bad_rows=bad_rows,
-        end_token_ids=tuple(sorted({*ends, *(encoder.end_token_ids if encoder else (tokenizer.eos_token_id,))})),
-        tokenizer=TokenizerNote.of(tokenizer),
-        chat_template=encoder.template_note if encoder else None,
-    )
-
-
 def _token_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if TOKEN_FILE.fullmatch(path.name)) if folder.is_dir() else []
 
@@ -217,19 +205,7 @@ def _refuse_stale(folder: Path, stale: set[str]) -> None:
         )
 
 
-def _publish(parts: Sequence[FinishedPart], work: Path, folder: Path) -> None:
-    """Moves finished files to `folder`, in place of those of an earlier run."""
-    remove_leftovers(folder / FOLDER)
-    copy_tokenizer(work / FOLDER, folder / FOLDER)
-    with storage(folder):
-        for path in (work / part.name for part in parts):
-            os.replace(path, folder / path.name)
-            os.replace(sidecar_name(path), sidecar_name(folder / path.name))
-        shutil.rmtree(work)
-        sync_folder(folder)
-
-
-def cached(request: Request, *, on_progress: Callable[[int, int | None], None], say: Say) -> list[Path]:
+def cached(request: Request, on_progress: Report, say: Say) -> list[Path]:
     """The token files of a request, from the cache, or made into it; several processes may ask for the same.
 
     A folder of the cache is named by the hash of everything that its files depend on, and is never changed; one that
@@ -237,9 +213,9 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
     was made.
     """
     folder, found = request.entry, request.found
-    before = Manifest.read(folder)
-    if request.is_made:
-        for note in before.notes if before else ():
+    manifest = Manifest.read(folder)
+    if manifest is not None and request.is_made:
+        for note in manifest.notes:
             say(note)
     else:
         work = folder.with_name(folder.name + WORK)
@@ -247,8 +223,8 @@ def cached(request: Request, *, on_progress: Callable[[int, int | None], None], 
             if not request.is_made:  # else it was made meanwhile
                 if folder.exists():
                     say(f"{folder} has changed since it was made: making it again")
-                begun = before.begun if before else None  # of one that lost files: templates write its date again
-                manifest = make(request, work, on_progress=on_progress, say=say, begun=begun)
+                begun = manifest.begun if manifest else None  # of one that lost files: templates write its date again
+                manifest = make(request, work, on_progress, say, begun)
                 made = [path for path in sorted(work.rglob("*")) if path.is_file() and path.name != MANIFEST]
                 manifest.files = {str(path.relative_to(work)): path.stat().st_size for path in made}
                 manifest.write(work)

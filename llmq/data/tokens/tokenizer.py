@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from llmq.data.tokens.text import QWEN2_PATTERN, tokenizes_in_pieces
 from llmq.disk import reading, storage, whole_folder, write_whole
@@ -147,10 +147,8 @@ def json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-class TokenizerNote(BaseModel):
+class TokenizerNote(BaseModel, frozen=True):
     """Which tokenizer made the ids. `sha256` is that of tokenizer.json; `folder` is relative to the token file."""
-
-    model_config = ConfigDict(frozen=True)
 
     source: str  # hub name or folder, as resolved
     revision: str | None  # commit, for a hub name
@@ -160,16 +158,9 @@ class TokenizerNote(BaseModel):
     eos_token: str
     eos_token_id: int
 
-    @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> TokenizerNote:
-        """That of a tokenizer whose files lie in FOLDER."""
-        return cls(folder=FOLDER, **{name: getattr(tokenizer, name) for name in cls.model_fields if name != "folder"})
 
-
-class TemplateNote(BaseModel):
+class TemplateNote(BaseModel, frozen=True):
     """The chat template that rendered the rows, and the one for rows with tools, if that was another."""
-
-    model_config = ConfigDict(frozen=True)
 
     origin: str  # where it is from, in words
     default: str  # in Jinja
@@ -180,12 +171,10 @@ class TemplateNote(BaseModel):
         return {"default": self.default, **({} if self.tool_use is None else {"tool_use": self.tool_use})}
 
 
-class Sidecar(BaseModel):
+class Sidecar(BaseModel, frozen=True):
     """Where the tokens of a token file come from."""
 
-    model_config = ConfigDict(frozen=True)
-
-    sidecar_version: int = 1
+    sidecar_version: Literal[1] = 1
     num_tokens: int
     num_documents: int
     document_rule: str
@@ -213,8 +202,6 @@ class Sidecar(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise DataError(f"{path} is not a sidecar of a token file ({where}: {first['msg']}): {fix}") from None
-        if sidecar.sidecar_version != 1:
-            raise DataError(f"{path} has sidecar_version {sidecar.sidecar_version}, but only 1 can be read: {fix}")
         if sidecar.num_tokens != num_tokens:
             raise DataError(f"{path} is of {sidecar.num_tokens} tokens, but {token_file.name} has {num_tokens}: {fix}")
         return sidecar

@@ -188,7 +188,7 @@ def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     data = open_data(options(tmp_path / "train.bin", tmp_path / "eval.bin", grad_accumulation=5), 9, 3)
     assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
     assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
-    assert data.train.files == [(tmp_path / "train.bin", 41)]
+    assert [file.path for file in data.train.token_files] == [tmp_path / "train.bin"]
     assert data.tokenizer_folder() is None
     with data.loader() as loader:
         assert loader.next().tokens.shape == (2, T)

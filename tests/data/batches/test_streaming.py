@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from llmq.data.batches import named_data
 from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.named_data import StreamedRows, open_stream
-from llmq.data.batches.packing import piece_lengths
+from llmq.data.batches.packing import cut_documents
 from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import Found, Request
 from llmq.data.rows.row_files import FileRows, HeldShare, RowFile
 from llmq.data.stream import START, Position
-from llmq.data.tokens.pipeline import RowTokens
+from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.options.parse import Options
@@ -36,7 +36,7 @@ def stream_of(
 ) -> StreamedRows:
     """Windows, or packed rows; every third row is two documents."""
 
-    def documents(begun: int, position: Position) -> Iterator[tuple[Position, RowTokens]]:
+    def documents(begun: int, position: Position) -> Iterator[tuple[Position, TokenSpan]]:
         shard, row, overall = position or (0, 0, 0)
         if opened is not None:
             opened.append((shard, row, overall))
@@ -45,7 +45,7 @@ def stream_of(
                 ids, trained = shards[s][r]
                 mask = None if trained is None else np.array(trained)
                 after = (s, r + 1, sum(map(len, shards[:s])) + r + 1)
-                yield after, RowTokens(np.array(ids, np.int32), mask, lengths_of(ids))
+                yield after, TokenSpan(np.array(ids, np.int32), mask, np.cumsum(lengths_of(ids)))
 
     form = RowForm(T, 1000, WINDOWS if max_docs is None else PACKED, 3, max_docs)
     return StreamedRows(documents, form, "the stream", "its key")
@@ -168,7 +168,7 @@ def documents_of(shards: Shards) -> list[Document]:
         trained, at = mask or [True] * len(ids), 0
         for length in lengths_of(ids):
             start = at
-            for count in piece_lengths(np.array([length]), T).tolist():
+            for count in cut_documents(np.array([length]), T)[1].tolist():
                 aims = [ids[n] if trained[n] else -100 for n in range(start + 1, start + count)]
                 found.append((ids[start : start + count], [*aims, -100]))
                 start += count - 1  # two pieces share a token
@@ -319,7 +319,7 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     stream = stream_of_files(tmp_path, small_tokenizer, options=options, kind=PACKED)
     for _, document in islice(stream.documents(0, START), 20):
         whole, rest = divmod(len(document.ids), LONG)
-        assert document.lengths == (LONG,) * whole + (rest,) * (rest > 0)
+        assert np.diff(document.stops, prepend=0).tolist() == [LONG] * whole + [rest] * (rest > 0)
     rows = [row for row in islice(rows_of(stream), 400) if row.state["epoch"] == 0]
     docs = stream.form.docs
     assert docs and stream.limits == (docs, LONG)

@@ -10,7 +10,7 @@ from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows, stacked
-from llmq.data.tokens.pipeline import RowTokens
+from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
 from llmq.options.parse import Options
@@ -92,7 +92,7 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
 
     def tokens(begun, position):
         for n in range(position[1] if position else 0, len(documents)):
-            yield (0, n + 1, n + 1), RowTokens(documents[n], None, (len(documents[n]),))
+            yield (0, n + 1, n + 1), TokenSpan(documents[n], None, np.array([len(documents[n])]))
 
     def rows_of(num_virtual, count, state=None):
         form = RowForm(10 + num_virtual, VOCAB, PACKED if max_docs else WINDOWS, 0, max_docs, num_virtual)

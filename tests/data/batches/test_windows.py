@@ -66,14 +66,14 @@ def write(path: Path, tokens: list[int] | np.ndarray, vocab_size: int = 100) -> 
 
 
 def open_windows(patterns: list[str], seq_len: int, vocab_size: int) -> Windows:
-    return Windows(open_files(patterns), RowForm(seq_len, vocab_size))
+    return Windows(open_files(patterns, vocab_size), RowForm(seq_len, vocab_size))
 
 
 def test_patterns_are_files_sorted_within_a_glob_and_no_sidecars(tmp_path: Path) -> None:
     for name in ("b2.bin", "b1.bin", "a.bin", "c[1].bin"):
         write(tmp_path / name, [1, 2, 3])
     (tmp_path / "b1.json").write_text("{}")
-    found = open_files([str(tmp_path / name) for name in ("b*", "a.bin", "c[1].bin")])
+    found = open_files([str(tmp_path / name) for name in ("b*", "a.bin", "c[1].bin")], 9)
     assert [file.path.name for file in found] == ["b1.bin", "b2.bin", "a.bin", "c[1].bin"]
 
 
@@ -82,7 +82,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.bin").write_bytes(b"hello")
     patterns = [str(good), str(good), str(tmp_path / "bad.bin"), str(tmp_path / "*.none"), str(tmp_path / "gone.bin")]
     with pytest.raises(DataError) as caught:
-        open_files(patterns)
+        open_files(patterns, 9)
     for says in ("named twice", "not a token file", "no file matches", "gone.bin: cannot be read"):
         assert says in str(caught.value)
 

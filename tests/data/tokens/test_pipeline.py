@@ -35,8 +35,8 @@ def joined(found: Iterable[TokenBatch]) -> tuple[list[int], list[int]]:
     ids: list[int] = []
     stops: list[int] = []
     for tokens in found:
-        stops += [len(ids) + stop for stop in tokens.stops.tolist()]
-        ids += tokens.ids.tolist()
+        stops += [len(ids) + stop for stop in tokens.tokens.stops.tolist()]
+        ids += tokens.tokens.ids.tolist()
     return ids, stops
 
 
@@ -71,7 +71,7 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(
     )
     for count, position in enumerate(positions, 1):
         rest, _ = joined(tokens for _, tokens in tokenized(work, position))
-        assert rest == ids[sum(len(before.ids) for before in found[:count]) :]
+        assert rest == ids[sum(len(before.tokens.ids) for before in found[:count]) :]
 
 
 def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = ()) -> RowWork:
@@ -98,8 +98,9 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
     alone = [np.concatenate([d.ids for d in whole.encoder.encode([record])]) for record in records]
     ((_, once),) = tokenized(whole)
-    np.testing.assert_array_equal(once.ids, np.concatenate(alone))
-    assert once.trained is not None and 0 < once.trained.sum() < len(once.ids)
+    ids, trained, _ = once.tokens
+    np.testing.assert_array_equal(ids, np.concatenate(alone))
+    assert trained is not None and 0 < trained.sum() < len(ids)
 
 
 @pytest.mark.parametrize("in_pieces", [True, False])
@@ -181,8 +182,8 @@ def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypa
     for (one_after, one), (after, other) in zip(alone, tokenized(work, processes=3), strict=True):
         assert (one_after, one.counts, one.positions) == (after, other.counts, other.positions)
         assert list(map(str, one.bad)) == list(map(str, other.bad))
-        for name in ("ids", "trained", "stops"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        for mine, theirs in zip(one.tokens, other.tokens, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
     assert 1 < len(started) <= 3 and [process.returncode for process in started] == [0] * len(started)
     batches = tokenized(work, processes=2)
     next(batches)

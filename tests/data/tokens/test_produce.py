@@ -246,7 +246,7 @@ from llmq.data.rows.find_sources import find_files
 from llmq.data.tokens.tokenize import Request, cached
 from llmq.data.tokens.tokenizer import TextTokenizer
 request = Request(find_files([sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
-for path in cached(request, on_progress=lambda done, total: None, say=lambda text: print(text, file=sys.stderr)):
+for path in cached(request, lambda done, total: None, lambda text: print(text, file=sys.stderr)):
     print(path)
 """
     path = rows(tmp_path, 2000)

@@ -45,7 +45,7 @@ def test_the_bytes_are_those_of_the_format_and_ids_take_two_where_the_vocabulary
     write_tokens(path, np.array(tokens), vocab_size=vocab_size, tokenizer_sha256=sha)
     assert path.read_bytes() == current_bytes(tokens, vocab_size, sha=sha or "")
     file = verified(path, vocab_size)
-    assert (file.tokens.dtype, file.tokens.tolist(), file.tokenizer_sha256) == (dtype, tokens, sha)
+    assert (file.tokens.dtype, file.tokens.tolist(), file.header.tokenizer_sha256) == (dtype, tokens, sha)
     assert list(tmp_path.iterdir()) == [path]
 
 

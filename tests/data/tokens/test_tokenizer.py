@@ -194,7 +194,7 @@ def test_a_sidecar_is_read_as_written(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (lambda d: d.update(num_tokens=8), r"is of 8 tokens, but train\.bin has 7"),
-        (lambda d: d.update(sidecar_version=2), "sidecar_version 2"),
+        (lambda d: d.update(sidecar_version=2), "sidecar_version: Input should be 1"),
         (lambda d: d["tokenizer"].pop("sha256"), r"tokenizer\.sha256: Field required"),
         *((content, "is not a sidecar") for content in (b"", b"[]", b"\xff\xfe", b'{"num_tokens": 7', b"null")),
     ],
