@@ -11,6 +11,7 @@ import pytest
 import written_runs
 from rich.console import Console
 
+from llmq.cli import plot, shell
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.run import LogOptions
 from llmq.report.plot import Summary, plot_runs, smoothed, summarize, table
@@ -36,20 +37,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that would be saved: what they hold is looked at, not how it is drawn."""
     saved: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure))
-    return saved
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved."""
-    saved: list[Figure] = []
-    real = Figure.savefig
-
-    def save(figure: Figure, *args: object, **kwargs: object) -> None:
-        saved.append(figure)
-        real(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", save)
     return saved
 
 
@@ -81,10 +68,12 @@ def test_panels_hold_the_numbers_of_the_log(tmp_path: Path, figures: list[Figure
 
 
 def test_several_runs_share_the_panels_and_a_legend(tmp_path: Path, figures: list[Figure]) -> None:
+    """By their places, where they have one name."""
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", 50) / "log.jsonl"]
-    plot_runs(read_runs(runs), tmp_path / "out.png")
-    legend = figures[0].axes[0].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    same = [write_run(tmp_path / name, name="x") for name in ("c", "d")]
+    for several, names in ((runs, ["a", "b"]), (same, list(map(str, same)))):
+        plot_runs(read_runs(several), tmp_path / "out.png")
+        assert [text.get_text() for text in figures[-1].axes[0].get_legend().get_texts()] == names
     for axes in figures[0].axes:
         assert len({line.get_color() for line in axes.lines}) == 2
         assert axes.get_xlim()[1] >= 50
@@ -99,14 +88,12 @@ def test_a_long_run_is_smoothed(tmp_path: Path, figures: list[Figure]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["$_$", pytest.param("[bold]x", marks=pytest.mark.slow), pytest.param("a\udcffb", marks=pytest.mark.slow)]
-)
-def test_names_are_drawn_and_printed_as_they_are(
-    tmp_path: Path, drawn: list[Figure], name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from llmq.cli import plot, shell
-
+@pytest.mark.parametrize("name", ["$_$", "[bold]x", "a\udcffb"])
+def test_names_are_drawn_and_printed_as_they_are(tmp_path, monkeypatch, name, capsys) -> None:
+    drawn, draw = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **more: drawn.append(figure) or draw(figure, *args, **more)
+    )
     runs = [str(write_run(tmp_path / "a", name=name)), str(write_run(tmp_path / "b"))]
     shown = name.replace("\udcff", "\\udcff")
     assert shell.run(plot.command, [*runs, "-o", str(tmp_path / "out.png")]) == 0
@@ -116,23 +103,8 @@ def test_names_are_drawn_and_printed_as_they_are(
     assert drawn[1].texts[0].get_text() == shown
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_runs(
-        read_runs([write_run(tmp_path / "a", name="x"), write_run(tmp_path / "b", name="x")]), tmp_path / "out.png"
-    )
-    legend = figures[0].axes[0].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == [str(tmp_path / "a"), str(tmp_path / "b")]
-
-
-@pytest.mark.parametrize(
-    ("steps", "lost"),
-    [
-        (2, (1, 2)),
-        pytest.param(1, (), marks=pytest.mark.slow),
-        pytest.param(5, (), marks=pytest.mark.slow),
-        pytest.param(1, (1,), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "lost"), [(2, (1, 2)), (1, ()), (5, ()), (1, (1,))])
 def test_short_and_lost_runs_are_drawn(tmp_path: Path, steps: int, lost: tuple[int, ...]) -> None:
     assert plot_runs(read_runs([write_run(tmp_path / "a", steps, lost)]), tmp_path / "out.png").stat().st_size > 1000
 
@@ -172,8 +144,6 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_command_and_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from llmq.cli import plot, shell
-
     run, out = write_run(tmp_path / "a"), tmp_path / "out.png"
     for arguments, code in (([str(run), "-o", str(out)], 0), ([], 2), ([str(tmp_path / "absent")], 3)):
         with pytest.raises(SystemExit) as caught:
@@ -217,12 +187,6 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path) -> None:
         read_runs([tmp_path / "runs" / "just begun"])
 
 
-def printed(runs: list[Summary], last_steps: int) -> str:
-    out = io.StringIO()
-    Console(file=out, width=120).print(table(runs, last_steps))
-    return out.getvalue()
-
-
 def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     runs = [
         written_runs.write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {1: 8.0, 3: 5.0, 4: 4.0}),
@@ -237,17 +201,16 @@ def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     assert (alone.eval_loss, alone.eval_count) == (4.0, 1)
     assert first.tokens_per_second == pytest.approx(2 * second.tokens_per_second)
     assert summarize(read_runs(runs[:1]), 100)[0].train_loss == 4.5  # all that there are
-
-
-def test_a_mean_is_of_evaluations_on_the_same_tokens(tmp_path: Path) -> None:
-    run = written_runs.write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {2: 8.0, 3: 5.0, 4: 4.0}, whole=4)
-    (summary,) = summarize(read_runs([run]), 4)
-    assert (summary.eval_loss, summary.eval_count) == (4.0, 1)
+    other = written_runs.write_run(tmp_path / "c", [9.0, 4.0, 3.0, 2.0], {2: 8.0, 3: 5.0, 4: 4.0}, whole=4)
+    (summary,) = summarize(read_runs([other]), 4)
+    assert (summary.eval_loss, summary.eval_count) == (4.0, 1), "those on other tokens are not counted"
 
 
 def test_the_table_says_how_far_runs_are_from_the_first() -> None:
     runs = [Summary("bf16", 150, 2.0, 2.5, 1000.0, 30, 2), Summary("e4m3", 150, 2.01, 2.4, 1300.0, 30, 2)]
-    text = printed([*runs, Summary("none", 0, math.nan, math.nan, math.nan, 0, 0)], 30)
+    out, none = io.StringIO(), Summary("none", 0, math.nan, math.nan, math.nan, 0, 0)
+    Console(file=out, width=120).print(table([*runs, none], 30))
+    text = out.getvalue()
     lines = [line for line in text.splitlines() if "bf16" in line or "e4m3" in line]
     assert "30 of each run" in text and "2.0000" in lines[0] and "%" not in lines[0]
     assert [cell.strip() for cell in lines[0].split("\u2502")[3:7]] == ["2.0000", "30", "2.5000", "2"]

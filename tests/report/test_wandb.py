@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import written_runs
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError, create_model
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.run import LogOptions
@@ -92,6 +92,9 @@ def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> N
     assert run.summary == {"end/reason": "finished", "end/eval_loss": 0.5}
     assert run.finished == 1
     assert (done.url, done.num_steps) == (run.url, 6)
+    samples = {step: values["samples"] for step, values in run.logged.items() if "samples" in values}
+    rows = [["Once\nupon", " a time", "length"], ["[4]", "[5]", "stop"]]
+    assert samples == {3: SimpleNamespace(columns=["prompt", "completion", "end"], data=rows)}
 
 
 def test_steps_keep_their_times_and_a_project_has_a_default(tmp_path: Path, fake: SimpleNamespace) -> None:
@@ -135,14 +138,7 @@ def test_ids(tmp_path: Path, fake: SimpleNamespace) -> None:
     ("variable", "offline", "mode"),
     [(None, True, "offline"), ("offline", False, "offline"), ("online", False, "online"), ("online", True, "offline")],
 )
-def test_modes(
-    tmp_path: Path,
-    fake: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str | None,
-    offline: bool,
-    mode: str,
-) -> None:
+def test_modes(tmp_path, fake, monkeypatch, variable: str | None, offline: bool, mode: str) -> None:
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     done = export_wandb(write_run(tmp_path), project="p", offline=offline)
@@ -158,6 +154,11 @@ def test_what_cannot_be_exported(tmp_path: Path, fake: SimpleNamespace, monkeypa
         export_wandb(path, project="p")
     fake.error = OSError(28, "No space left on device")
     with pytest.raises(StorageError, match="No space left"):
+        export_wandb(path, project="p")
+    with pytest.raises(ValidationError) as caught:
+        create_model("Settings", silent=(bool, ...)).model_validate({"silent": ""})  # what `WANDB_SILENT=` gives
+    fake.error = caught.value
+    with pytest.raises(UsageError, match=r"environment variables \(WANDB_\.\.\.\).*silent ''"):
         export_wandb(path, project="p")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(UsageError, match="WANDB_MODE=disabled"):
@@ -200,24 +201,3 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
     data = file.read_bytes()
     assert data.count(b"train/loss") >= 6 and all(text in data for text in (b"eval/loss", b"learning_rate", b"1e-05"))
-
-
-def test_a_setting_of_the_environment_that_wandb_refuses(tmp_path: Path, fake: SimpleNamespace) -> None:
-    """What `WANDB_SILENT=` gives."""
-
-    class Settings(BaseModel):
-        silent: bool
-
-    with pytest.raises(ValidationError) as caught:
-        Settings.model_validate({"silent": ""})
-    fake.error = caught.value
-    with pytest.raises(UsageError, match=r"environment variables \(WANDB_\.\.\.\).*silent ''"):
-        export_wandb(write_run(tmp_path), project="p")
-
-
-def test_samples_are_a_table_of_their_step(fake, tmp_path):
-    export_wandb(write_run(tmp_path))
-    (run,) = fake.runs.values()
-    found = {step: values["samples"] for step, values in run.logged.items() if "samples" in values}
-    rows = [["Once\nupon", " a time", "length"], ["[4]", "[5]", "stop"]]
-    assert found == {3: SimpleNamespace(columns=["prompt", "completion", "end"], data=rows)}

@@ -9,11 +9,8 @@ from safetensors.numpy import load_file
 from tiny_runs import on_weights, weights_of
 
 import llmq
-from llmq.adapters.merge import merge
 from llmq.errors import UsageError
-from llmq.files.source import find_source
 
-PREFIX = "base_model.model.model.layers.0"
 SCHEDULE = {"adalora_target_rank": 2, "adalora_warmup": 1, "adalora_final": 2, "adalora_interval": 2}
 
 
@@ -73,7 +70,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(given):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_on_with_what_it_kept(given, tmp_path):
+def test_an_adapter_is_trained_on_with_what_it_kept(given):
     first = llmq.train(**given, lora_targets="all,lm_head")
     rest = {name: value for name, value in given.items() if not name.startswith(("lora", "adalora"))}
     rest = {**rest, "name": "again", "adapter": str(first.model_path), "overwrite": True}
@@ -86,13 +83,6 @@ def test_an_adapter_is_trained_on_with_what_it_kept(given, tmp_path):
     moved = adapter_of(more.model_path)
     assert {name: value.shape for name, value in moved.items()} == {name: value.shape for name, value in one.items()}
     assert all(not np.array_equal(moved[name], value) for name, value in one.items() if value.size)
-    source = find_source("base")
-    done = merge(source, {first.model_path: 0.5}, tmp_path / "merged", dtype="fp32", overwrite=False)
-    merged, base = (load_file(path / "model.safetensors") for path in (done.folder, tmp_path / "base"))
-    module = f"{PREFIX}.mlp.up_proj"
-    a, b, e = (one[f"{module}.lora_{key}"] for key in "ABE")
-    added = merged["model.layers.0.mlp.up_proj.weight"] - base["model.layers.0.mlp.up_proj.weight"]
-    np.testing.assert_allclose(added, 0.5 * 8 / (4 + 1e-5) * b @ (a * e), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_runs import changed_adapter, on_weights, weights_of
 
 import llmq
+from llmq.adapters.resolve import open_adapter
 from llmq.errors import DataError, UsageError
 from llmq.files.checkpoint import load
+from llmq.model.config import from_folder
 
 PREFIX = "base_model.model.model.layers.0"
 
@@ -50,26 +52,14 @@ LIVES = {
     "ia3": ({**METHODS["ia3"], "train_also": "model.norm"}, {"ia3": "k_proj,v_proj"}, "adapters inward"),
     "prompt": (METHODS["prompt"], {"prompt_tuning": 4}, "adapters virtual tokens"),
     "prefix": (METHODS["prefix"], {"prefix_tuning": 4}, "adapters virtual tokens"),
-    "part": (
-        {"train_only": "*.bias"},
-        {"train_only": "*.bias,embed_tokens"},
-        r"trained: \*\.bias in .*,embed_tokens now",
-    ),
+    "part": ({"train_only": "*.bias"}, {"train_only": "*.bias,embed_tokens"}, r"trained: \*\.bias in .*,embed_tokens"),
     **{
-        base: (
-            {**LORA, "base_dtype": base},
-            {"base_dtype": None},
-            rf"adapters base: {base} in the checkpoint, None now",
-        )
+        base: ({**LORA, "base_dtype": base}, {"base_dtype": None}, rf"adapters base: {base} in the checkpoint, None")
         for base in ("e4m3", "int8", "nf4", "mxfp4")
     },
-    "fp8": (
-        {**LORA, **FP8, "base_dtype": "nf4"},
-        {"base_dtype": None},
-        "adapters base: nf4 in the checkpoint, None now",
-    ),
+    "fp8": ({**LORA, **FP8, "base_dtype": "nf4"}, {"base_dtype": None}, "adapters base: nf4 in the checkpoint, None"),
 }
-SELDOM = ("pissa", "olora", "int8", "nf4", "mxfp4", "fp8")
+SELDOM = ("head", "full", "pissa", "olora", "int8", "nf4", "mxfp4", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -209,8 +199,40 @@ def test_a_head_that_cannot_be_adapted_is_refused(given, own, says):
         llmq.train(**given, **own, **({} if "ia3" in own else {"lora_targets": "all,lm_head"}))
 
 
-UP, UP_OF_5 = f"{PREFIX}.mlp.up_proj", f"{PREFIX}5.mlp.up_proj"
-MODULE = r"model\.layers\.0\.mlp\.up_proj"
+UP, MODULE = f"{PREFIX}.mlp.up_proj", r"model\.layers\.0\.mlp\.up_proj"
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory):
+    """A model's config, and an adapter of the model by each of some methods."""
+    folder = tmp_path_factory.mktemp("fitting")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        given = {**on_weights(folder, times=5), "steps": 3, "warmup": 0}
+        methods = {**METHODS, "ia3": {"ia3": "q_proj,up_proj"}}
+        names = ("lora", "ia3", "adalora", *VIRTUAL)
+        paths = {name: folder / llmq.train(**{**given, **methods[name], "name": name}).model_path for name in names}
+    return from_folder(folder / "base"), paths
+
+
+def without(*keys):
+    return lambda tensors, about: [tensors.pop(f"{UP}.{key}") for key in keys]
+
+
+def having(value, key):
+    return lambda tensors, about: tensors.update({key: value})
+
+
+def saying(**more):
+    return lambda tensors, about: about.update(more)
+
+
+def padded(tensors, about):
+    wide = {name: [(0, 0)] * (value.ndim - 1) + [(0, 16)] for name, value in tensors.items() if "_A" in name}
+    tensors.update({name: np.pad(tensors[name], width) for name, width in wide.items()})
+
+
+NONE, ONES = np.zeros(3), np.ones((3, 1))
 
 
 @pytest.mark.quick(
@@ -227,85 +249,43 @@ MODULE = r"model\.layers\.0\.mlp\.up_proj"
 @pytest.mark.parametrize(
     ("method", "change", "says"),
     [
-        ("lora", lambda t, c: t.pop(f"{UP}.lora_B.weight"), rf"missing: {MODULE}\.lora_B"),
-        (
-            "lora",
-            lambda t, c: [t.pop(f"{UP}.lora_{k}.weight") for k in "AB"],
-            rf"missing: {MODULE}\.lora_A\.weight and",
-        ),
-        ("lora", lambda t, c: c.update(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules"),
-        ("lora", lambda t, c: c.update(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
-        (
-            "lora",
-            lambda t, c: c.update(modules_to_save=["up_proj"]),
-            r"has a part of layers\.0\.mlp\.up\.weight, which",
-        ),
-        (
-            "lora",
-            lambda t, c: t.update({f"{PREFIX}.self_attn.q_proj.base_layer.bias": np.zeros(3)}),
-            r"q_proj\.bias has shape \[3\], the model asks for \[48\]",
-        ),
-        ("lora", lambda t, c: c.update(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like"),
-        ("lora", lambda t, c: c.update(init_lora_weights="corda"), r"corda changes the model as llmq"),
-        ("lora", lambda t, c: c.update(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
-        (
-            "lora",
-            lambda t, c: t.update(
-                {n: np.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, 16)]) for n, v in t.items() if "_A" in n}
-            ),
-            r"has shape \[4, 64\], the model and its rank ask for \[4, 48\] \(and 6 more",
-        ),
-        ("lora", lambda t, c: c.update(use_qalora=True), "llmq does not have use_qalora True"),
-        ("ia3", lambda t, c: t.pop(f"{UP}.ia3_l"), rf"missing: {MODULE}\.ia3_l"),
-        ("ia3", lambda t, c: t.update({f"{UP}.ia3_l": np.ones((3, 1))}), r"shape \[3, 1\], .* for \[64, 1\]"),
-        ("ia3", lambda t, c: c.update(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*reads once"),
-        ("ia3", lambda t, c: c.update(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUN"),
-        ("adalora", lambda t, c: t.pop(f"{UP}.lora_E"), rf"missing: {MODULE}\.lora_E"),
-        (
-            "adalora",
-            lambda t, c: [t.pop(f"{UP}.lora_{key}") for key in "ABE"],
-            rf"missing: {MODULE}\.lora_A, lora_B and lora_E",
-        ),
-        (
-            "adalora",
-            lambda t, c: t.update({f"{UP}.lora_A": np.ones((5, 48))}),
-            r"up_proj\.lora_A has shape \[5, 48\], the model and its ranks ask for \[\d, 48\]",
-        ),
-        ("adalora", lambda t, c: c.update(init_r=6), r"rank_pattern of .* has 4 flags, and init_r is 6"),
-        ("adalora", lambda t, c: c.update(rank_pattern=None), r"lora_A has shape .* for \[4, 48\]"),
-        ("adalora", lambda t, c: t.update({f"{UP}.lora_E": np.ones((2, 1), np.int32)}), r"stored as I32"),
+        ("lora", without("lora_B.weight"), rf"missing: {MODULE}\.lora_B"),
+        ("lora", without("lora_A.weight", "lora_B.weight"), rf"missing: {MODULE}\.lora_A\.weight and"),
+        ("lora", saying(modules_to_save=["model.norm"]), r"missing: model\.norm\.weight, of modules"),
+        ("lora", saying(modules_to_save=["embed_tokens"]), r"ties them, without ensure_weight_tying"),
+        ("lora", saying(modules_to_save=["up_proj"]), r"has a part of layers\.0\.mlp\.up\.weight, which"),
+        ("lora", having(NONE, f"{PREFIX}.self_attn.q_proj.base_layer.bias"), r"bias has shape \[3\], .* \[48\]"),
+        ("lora", saying(use_dora=True), r"missing: .*_proj\.lora_magnitude_vector \(and 6 more like"),
+        ("lora", saying(init_lora_weights="corda"), r"corda changes the model as llmq"),
+        ("lora", saying(r=8), r"has shape \[4, \d+\], .* ask for \[8, \d+\] \(and 13 more"),
+        ("lora", padded, r"has shape \[4, 64\], the model and its rank ask for \[4, 48\] \(and 6 more"),
+        ("lora", saying(use_qalora=True), "llmq does not have use_qalora True"),
+        ("ia3", without("ia3_l"), rf"missing: {MODULE}\.ia3_l"),
+        ("ia3", having(ONES, f"{UP}.ia3_l"), r"shape \[3, 1\], .* for \[64, 1\]"),
+        ("ia3", saying(feedforward_modules=["up_proj"]), r"shape \[64, 1\], .*(.|\n)*reads once"),
+        ("ia3", saying(peft_type="VERA"), "VERA is not read, only LORA, IA3, ADALORA, PROMPT_TUN"),
+        ("adalora", without("lora_E"), rf"missing: {MODULE}\.lora_E"),
+        ("adalora", without("lora_A", "lora_B", "lora_E"), rf"missing: {MODULE}\.lora_A, lora_B and lora_E"),
+        ("adalora", having(np.ones((5, 48)), f"{UP}.lora_A"), r"lora_A has shape \[5, 48\], .* for \[\d, 48\]"),
+        ("adalora", saying(init_r=6), r"rank_pattern of .* has 4 flags, and init_r is 6"),
+        ("adalora", saying(rank_pattern=None), r"lora_A has shape .* for \[4, 48\]"),
+        ("adalora", having(np.ones((2, 1), np.int32), f"{UP}.lora_E"), r"stored as I32"),
         *(
-            (
-                method,
-                lambda t, c, key=key: t.update({f"{UP_OF_5}.{key}": np.ones((3, 1))}),
-                r"layers\.05\.mlp.*no linear",
-            )
+            (method, having(ONES, f"{PREFIX}5.mlp.up_proj.{key}"), r"layers\.05\.mlp.*no linear")
             for method, key in (("lora", "lora_A.weight"), ("ia3", "ia3_l"), ("adalora", "lora_E"))
         ),
-        *(
-            (method, lambda t, c: t.update(other=np.zeros(3)), r"other is no part of an adapter")
-            for method in ("lora", "ia3", "adalora")
-        ),
-        (
-            "prompt",
-            lambda t, c: t.clear() or t.update(other=np.zeros((3, 4))),
-            r"other is no part(.|\n)*missing: prompt_",
-        ),
-        (
-            "prompt",
-            lambda t, c: t.update(prompt_embeddings=np.zeros((3, 5), np.float32)),
-            r"\[3, 5\], .* for \[3, 48\]",
-        ),
-        ("prefix", lambda t, c: c.update(num_virtual_tokens=4), r"shape \[3, 48\], .* for \[4, 48\]"),
+        *((method, having(NONE, "other"), r"other is no part of an adapter") for method in ("lora", "ia3", "adalora")),
+        ("prompt", lambda tensors, about: tensors.clear() or having(ONES, "x")(tensors, about), r"missing: prompt_"),
+        ("prompt", having(NONE, "other"), r"other is no part"),
+        ("prompt", having(np.zeros((3, 5), np.float32), "prompt_embeddings"), r"\[3, 5\], .* for \[3, 48\]"),
+        ("prefix", saying(num_virtual_tokens=4), r"shape \[3, 48\], .* for \[4, 48\]"),
     ],
 )
-def test_an_adapter_that_does_not_fit_is_refused(given, tmp_path, method, change, says):
-    own = {"ia3": "q_proj,up_proj"} if method == "ia3" else METHODS[method]
-    done = llmq.train(**{**given, **own, "steps": 3})
-    changed_adapter(done.model_path, tmp_path / "changed", change)
+def test_an_adapter_that_does_not_fit_is_refused(fitting, tmp_path, method, change, says):
+    config, adapters = fitting
+    changed_adapter(adapters[method], tmp_path / "changed", change)
     with pytest.raises(DataError, match=says):
-        llmq.train(**{**given, "name": "next", "adapter": str(tmp_path / "changed")})
-    assert not (tmp_path / "runs" / "next").exists()
+        open_adapter(tmp_path / "changed", config)
 
 
 @pytest.mark.quick("own1")

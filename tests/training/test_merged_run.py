@@ -122,29 +122,24 @@ def test_the_merged_model_has_the_dtype_of_the_export_and_is_made_when_a_run_res
 
 
 @pytest.mark.parametrize(
-    "later", [{"merge": False}, {"merge": False, "lora_rank": None}], ids=["adapter", "whole model"]
+    "later", [{}, {"steps": 2, "continue": True}, {"lora_rank": None}], ids=["adapter", "longer", "whole model"]
 )
 def test_what_an_earlier_run_merged_goes_once_its_adapter_is_replaced(given, later):
     done = llmq.train(**{**given, "steps": 1})
     Path(done.merged_path, "notes.txt").write_text("")
-    llmq.train(**{**given, "steps": 1, "overwrite": True, **later})
+    llmq.train(**{**given, "steps": 1, "overwrite": True, "merge": False, **later})
     assert [path.name for path in done.merged_path.iterdir()] == ["notes.txt"]
     assert f"Removed what an earlier run merged: {done.merged_path}" in given["console"].getvalue()
 
 
-def test_a_longer_run_without_merge_leaves_no_old_merged_model(given):
-    done = llmq.train(**{**given, "steps": 1})
-    again = llmq.train(**{**given, "steps": 2, "merge": False, "continue": True})
-    assert again.model_path == done.model_path and not done.merged_path.exists()
-
-
 def test_what_cannot_be_merged_is_refused_before_training(given, monkeypatch):
-    with pytest.raises(UsageError, match="--merge is for adapters: add --lora-rank"):
-        llmq.train(**{**given, "lora_rank": None})
-    with pytest.raises(UsageError, match="--merge is for adapters: add --lora-rank"):
-        llmq.train(**{**given, "lora_rank": None, "train_only": "*.bias"})
-    with pytest.raises(UsageError, match="virtual tokens, which are a part of no weight: leave it out"):
-        llmq.train(**{**given, "lora_rank": None, "prompt_tuning": 2})
+    for more, says in (
+        ({}, "--merge is for adapters: add --lora-rank"),
+        ({"train_only": "*.bias"}, "--merge is for adapters: add --lora-rank"),
+        ({"prompt_tuning": 2}, "virtual tokens, which are a part of no weight: leave it out"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            llmq.train(**{**given, "lora_rank": None, **more})
     (Path("runs/run/model/merged")).mkdir(parents=True)
     Path("runs/run/model/merged/config.json").write_text("{}")
     with pytest.raises(StorageError, match=r"runs/run/model/merged already holds a model \(config\.json\)"):

@@ -42,19 +42,22 @@ def test_a_slow_rise_beyond_the_noise():
     assert "above the 2.5" in warning
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 12, 60, 120, 500])
-def test_noise_alone_is_no_warning(count):
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 12, 50, 60, 120, 500])
+def test_noise_and_learning_are_no_warning(count):
     for seed in range(20):
         assert course(2.5 + noise(count, seed)).warnings(152_000) == [], seed
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 50, 300])
-def test_learning_is_no_warning(count):
     assert course(2 + 3 * np.exp(-np.arange(count) / 20) + noise(count, 3)).warnings(152_000) == []
 
 
-def test_a_few_steps_are_not_judged():
-    assert course([2.5, 9.0, 9.0]).warnings(152_000) == course([2.5, 90.0, 90.0]).warnings(152_000) == []
+@pytest.mark.parametrize(
+    "losses",
+    [
+        *([2.5, 9.0, 9.0], [2.5, 90.0, 90.0]),  # too few to be judged
+        *([2.5] * 20, [2.5] * 10 + [2.5 + 1e-6] * 10, [2.5, np.nan, np.inf] * 10),
+    ],
+)
+def test_losses_that_are_no_rise(losses):
+    assert course(losses).warnings(152_000) == []
 
 
 def test_a_model_that_is_worse_than_a_guess():
@@ -77,21 +80,11 @@ def test_a_last_update_that_makes_it_worse_than_a_guess(count):
     assert Course().warnings(97, 9.0) == []  # without a finite loss there is nothing to compare with
 
 
-@pytest.mark.parametrize("rate", [1e-6, 0.3, 1.0])
-def test_a_usual_rate_is_no_warning(rate):
-    assert list(Schedule(9, rate).warnings()) == []
-
-
 def test_a_rate_that_trains_nothing_or_ruins_anything():
+    assert not any(list(Schedule(9, rate).warnings()) for rate in (1e-6, 0.3, 1.0))
     assert list(Schedule(9, 0.0).warnings()) == ["--learning-rate 0 trains nothing: the weights stay as they are"]
     (warning,) = Schedule(9, 1e30).warnings()
     assert warning.startswith("--learning-rate 1e+30 moves weights by up to that much in every step")
-
-
-def test_losses_that_stand_still_and_steps_without_one_are_no_rise():
-    assert course([2.5] * 20).warnings(152_000) == []
-    assert course([2.5] * 10 + [2.5 + 1e-6] * 10).warnings(152_000) == []
-    assert course([2.5, np.nan, np.inf] * 10).warnings(152_000) == []
 
 
 def test_a_gradient_of_exactly_nothing_at_the_end():
@@ -153,13 +146,10 @@ def test_all_of_it_is_stored():
     assert replace(begun, train_loss=0, eval_loss=0) == replace(Progress(), train_loss=0, eval_loss=0)
 
 
-def test_the_names_are_those_of_earlier_releases():
-    names = {"position", "stream", "rejected", "course", "evaluated", "losses", "train_loss", "eval_loss"}
-    assert Progress().stored.keys() == names | {"moments_from", "rate_from"}
-
-
-@pytest.mark.parametrize("name", ["stream", "rejected", "course", "moments_from", "rate_from"])
-def test_what_earlier_releases_did_not_store_is_as_at_the_start(name):
+def test_the_names_are_those_of_earlier_releases_and_what_they_did_not_store_is_as_at_the_start():
+    newer = {"stream", "rejected", "course", "moments_from", "rate_from"}
+    assert Progress().stored.keys() == newer | {"position", "evaluated", "losses", "train_loss", "eval_loss"}
     state = stored(FAR)
-    del state[name]
-    assert Progress.read(state) == replace(FAR, **{name: getattr(Progress(), name)})
+    for name in newer:
+        state.pop(name)
+    assert Progress.read(state) == replace(FAR, **{name: getattr(Progress(), name) for name in newer})

@@ -16,30 +16,25 @@ def rates(schedule):
     return [schedule.learning_rate(step) for step in range(1, schedule.steps + 1)]
 
 
-def test_linear_by_hand():
-    """W = 2, S = 6, f = 0.5: p = 0, 1/4, 1/2, 3/4 after the warmup."""
-    assert rates(Schedule(6, 1.0, warmup=2, final=0.5, shape="linear")) == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
+HALF = math.sqrt(0.5)
 
 
-def test_cosine_by_hand():
-    """S = 4, f = 0: (1 + cos(pi p)) / 2 at p = 0, 1/4, 1/2, 3/4."""
-    half = math.sqrt(0.5)
-    assert rates(Schedule(4, 2.0, final=0.0, shape="cosine")) == pytest.approx([2, 1 + half, 1, 1 - half])
-
-
-def test_wsd_by_hand():
-    expected = [0.5, 1.0, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325]
-    assert rates(Schedule(8, 1.0, warmup=2, cooldown=4, final=0.1, shape="wsd")) == pytest.approx(expected)
-
-
-def test_cooldown_goes_straight_from_where_the_course_is():
-    """Linear from 1 to 0 over 8 steps, from 1/2 at x = 4 straight to 0: the same line."""
-    with_cooldown = rates(Schedule(8, 1.0, cooldown=4, final=0.0, shape="linear"))
-    assert with_cooldown == pytest.approx(rates(Schedule(8, 1.0, final=0.0, shape="linear")))
-    # The cosine is at 1/2 there too.
-    assert rates(Schedule(8, 1.0, cooldown=4, final=0.0, shape="cosine"))[4:] == pytest.approx(
-        [0.5, 0.375, 0.25, 0.125]
-    )
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # W = 2, S = 6, f = 0.5: p = 0, 1/4, 1/2, 3/4 after the warmup.
+        (Schedule(6, 1.0, warmup=2, final=0.5, shape="linear"), [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]),
+        # S = 4, f = 0: (1 + cos(pi p)) / 2 at p = 0, 1/4, 1/2, 3/4.
+        (Schedule(4, 2.0, final=0.0, shape="cosine"), [2, 1 + HALF, 1, 1 - HALF]),
+        (Schedule(8, 1.0, warmup=2, cooldown=4, final=0.1, shape="wsd"), [0.5, 1.0, 1.0, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        # Linear from 1 to 0 over 8 steps, from 1/2 at x = 4 straight to 0: the same line. The cosine is at 1/2, too.
+        (Schedule(8, 1.0, cooldown=4, final=0.0, shape="linear"), [1 - n / 8 for n in range(8)]),
+        (Schedule(8, 1.0, cooldown=4, final=0.0, shape="cosine"), [None] * 4 + [0.5, 0.375, 0.25, 0.125]),
+    ],
+)
+def test_rates_by_hand(schedule, expected):
+    found = [rate if by_hand is not None else None for rate, by_hand in zip(rates(schedule), expected, strict=True)]
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -67,12 +62,8 @@ def test_the_rate_only_falls_after_the_warmup(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_without_a_fall_the_rate_is_constant(shape):
+def test_short_runs_and_those_without_a_fall(shape):
     assert set(rates(Schedule(9, 0.5, final=1.0, shape=shape))) == {0.5}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_short_runs(shape):
     assert rates(Schedule(1, 1.0, final=0.0, shape=shape)) == [1.0]
     assert rates(Schedule(3, 1.0, warmup=3, final=0.0, shape=shape)) == pytest.approx([1 / 3, 2 / 3, 1])
     assert rates(Schedule(4, 1.0, warmup=2, cooldown=2, final=0.0, shape=shape)) == pytest.approx([0.5, 1, 1, 0.5])
@@ -96,10 +87,8 @@ def test_number_of_steps(given, windows, per_step, steps):
 
 
 def test_options_arrive():
-    options = ScheduleOptions(
-        steps=50, learning_rate=2.0, warmup=5, cooldown=6, final_lr_fraction=0.25, lr_schedule="wsd"
-    )
-    assert make_schedule(options, 1, 1) == Schedule(50, 2.0, 5, 6, 0.25, "wsd")
+    own = {"steps": 50, "learning_rate": 2.0, "warmup": 5, "cooldown": 6, "final_lr_fraction": 0.25}
+    assert make_schedule(ScheduleOptions(**own, lr_schedule="wsd"), 1, 1) == Schedule(50, 2.0, 5, 6, 0.25, "wsd")
 
 
 @pytest.mark.parametrize(("ratio", "windows", "warmup"), [(0.07, 100, 7), (0.071, 100, 8), (0, 100, 0), (1, 9, 9)])
@@ -117,13 +106,10 @@ def test_a_cosine_ends_at_the_least_rate():
     assert set(rates(make_schedule(ScheduleOptions(learning_rate=3e-4), 100, 1))) == {3e-4}
 
 
-def test_warmup_and_cooldown_must_fit_into_the_epochs():
+def test_steps_that_are_too_few_or_too_many_are_refused():
     options = ScheduleOptions(warmup=5, cooldown=3, final_lr_fraction=0)
     assert make_schedule(options, 80, 10).steps == 8
     with pytest.raises(UsageError, match=r"--warmup 5 and --cooldown 3 need 8 steps, but the run has 7"):
         make_schedule(options, 70, 10)
-
-
-def test_more_steps_than_can_be_counted_are_refused():
     with pytest.raises(UsageError, match="the most are 2147483647: use fewer"):
         make_schedule(ScheduleOptions(epochs=1e9), 1000, 4)

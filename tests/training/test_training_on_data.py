@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -101,8 +98,11 @@ def test_rows_are_tokenized_once_and_trained_by_mask(given, tmp_path):
 
     assert "\x1b" not in said
 
-    again = llmq.train(**{**given, "name": "again", "console": io.StringIO()})
-    assert again.train_loss == result.train_loss and len(token_files(tmp_path)) == 2
+    again = io.StringIO()
+    assert llmq.train(**{**given, "name": "again", "console": again}).train_loss == result.train_loss
+    said = again.getvalue()
+    assert said.startswith("[Options]") and said.index("[Dataset]") < said.index("  rows.jsonl: tokenized before, in")
+    assert len(token_files(tmp_path)) == 2
     one = {**given, "name": "one", "train_on": "all", "console": io.StringIO()}
     assert llmq.train(**one).eval_loss != result.eval_loss and len(token_files(tmp_path)) == 4
 
@@ -126,14 +126,6 @@ def test_a_folder_that_hides_a_data_set_is_noticed(given, tmp_path):
     assert f"--data gsm8k is {tmp_path / 'gsm8k'}, not the data set of that name" in given["console"].getvalue()
 
 
-def test_what_is_said_of_tokenized_data_stands_below_the_options(given):
-    llmq.train(**given)
-    again = io.StringIO()
-    llmq.train(**{**given, "name": "again", "console": again})
-    said = again.getvalue()
-    assert said.startswith("[Options]") and said.index("[Dataset]") < said.index("  rows.jsonl: tokenized before, in")
-
-
 def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it(given, tmp_path):
     """A model's folder without a tokenizer, and one that has another."""
     save(byte_level(digits=True), tmp_path / "other", {"eos_token": EOS, "model_max_length": 77})
@@ -145,23 +137,17 @@ def test_a_run_from_scratch_takes_the_tokenizer_that_is_asked_for_and_exports_it
         assert result.train_loss != own.train_loss
         for path in Path("source").glob("tokenizer*"):
             path.unlink()
-    files = [str(path) for path in token_files(tmp_path) if path.name == "train.bin"]
-    by_file = {key: value for key, value in given.items() if key != "data"}
-    for file in files:  # one of each tokenizer
-        asked = {**by_file, "train_file": file, "name": "files", "tokenizer": tmp_path / "other", "dry_run": True}
-        if "other" in Path(f"{file}.json").read_text():
+    for file in [path for path in token_files(tmp_path) if path.name == "train.bin"]:  # one of each tokenizer
+        is_of_it = "other" in Path(f"{file}.json").read_text()
+        asked = {**given, "data": None, "train_file": str(file), "tokenizer": tmp_path / "other", "dry_run": True}
+        with nullcontext() if is_of_it else pytest.raises(DataError, match="is of another tokenizer"):
             llmq.train(**asked)
-        else:
-            with pytest.raises(DataError, match="is of another tokenizer"):
-                llmq.train(**asked)
     with pytest.raises(UsageError, match="source has none: name one with --tokenizer"):
         llmq.train(**{**given, "name": "again"})
-    with pytest.raises(
-        UsageError, match=r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420"
-    ) as caught:
-        save(byte_level(added=tuple(f"<{n}>" for n in range(300))), tmp_path / "large", {"eos_token": EOS})
+    save(byte_level(added=tuple(f"<{n}>" for n in range(300))), tmp_path / "large", {"eos_token": EOS})
+    says = r"--tokenizer .*large has \d+ ids, but .*source has a vocabulary of 420.* add --vocab-size tokenizer"
+    with pytest.raises(UsageError, match=says):
         llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large")
-    assert "add --vocab-size tokenizer" in str(caught.value)
     result = llmq.train(**{**given, "name": "again"}, tokenizer=tmp_path / "large", vocab_size="tokenizer")
     config = json.loads((result.model_path / "config.json").read_text())
     assert config["vocab_size"] == TextTokenizer.open(str(tmp_path / "large")).vocab_size > 420
@@ -214,51 +200,28 @@ def test_a_dry_run_plans_without_data(given, more):
         assert tables[0] == tables[1]
 
 
-def test_a_plan_without_data_counts_no_documents(given):
-    plain = {key: value for key, value in given.items() if key != "data"}
-    with pytest.raises(UsageError, match="--packing without data: give --max-docs"):
-        llmq.train(**plain, dry_run=True, packing=True)
-    with pytest.raises(UsageError, match="--dry-run plans without data"):
-        llmq.train(**plain)
-
-
-def test_several_sources_have_weights(given, tmp_path):
-    Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
-    llmq.train(**{**given, "data": ["rows.jsonl", "text.txt"], "weight": [0.25, 0.75], "steps": 8})
-    said = given["console"].getvalue()
-    assert "rows.jsonl: 25.00% of the tokens" in said and "text.txt: 75.00% of the tokens" in said
-    assert "rows.jsonl: trained tokens" in said and "text.txt: rows" in said
-
-
 def layout(given):
     """What the run said last of its layout and its rows."""
     lines = [line.partition(":") for line in given["console"].getvalue().splitlines()]
     return {key.strip(): value.strip() for key, _, value in lines if key.strip() in ("layout", "rows", "eval rows")}
 
 
-KINDS_OF_DATA = {  # one document each, and whether it stays whole unless asked otherwise
-    "rows.jsonl": ('{"question": "What is %d?", "answer": "It is a number."}\n', True),
-    "prompts.jsonl": ('{"prompt": "What is %d?", "completion": "It is a number."}\n', True),
-    "chats.jsonl": (
-        '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "A"}]}\n',
-        True,
-    ),
-    "texts.jsonl": ('{"text": "It is the number %d."}\n', True),
-    "texts.csv": ("text\n", True),
-    "text.txt": ("It is the number %d.\n", False),
+KINDS_OF_DATA = {  # one document each, which stays whole unless asked otherwise, but for the last one
+    "rows.jsonl": '{"question": "What is %d?", "answer": "It is a number."}',
+    "prompts.jsonl": '{"prompt": "What is %d?", "completion": "It is a number."}',
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "A"}]}',
+    "texts.jsonl": '{"text": "It is the number %d."}',
+    "texts.csv": "A line of %d.",
+    "text.txt": "It is the number %d.",
 }
 
 
 @pytest.mark.parametrize("name", KINDS_OF_DATA)
 def test_rows_are_packed_and_text_is_cut_by_windows(given, name):
-    line, whole = KINDS_OF_DATA[name]
-    lines = [line % n if "%d" in line else line for n in range(60)]
-    Path(name).write_text("".join(lines) if name != "texts.csv" else "text\n" + "A line of it.\n" * 60)
-    given |= (
-        {"chat_template": CHAT_TEMPLATE.replace("<|end|>", ""), "train_on": "assistant"}
-        if name == "chats.jsonl"
-        else {}
-    )
+    lines, whole = [KINDS_OF_DATA[name] % n for n in range(60)], name != "text.txt"
+    Path(name).write_text("\n".join([*(["text"] if name == "texts.csv" else []), *lines, ""]))
+    if name == "chats.jsonl":
+        given |= {"chat_template": CHAT_TEMPLATE.replace("<|end|>", ""), "train_on": "assistant"}
     given |= {"data": name, "seq_len": 96, "steps": 1}
     for dry_run in (True, False):
         llmq.train(**given, dry_run=dry_run)
@@ -305,13 +268,16 @@ def test_where_packing_cannot_run_rows_are_padded_and_that_is_said(given):
         llmq.train(**given, max_docs=3)
 
 
-def test_a_mixture_with_rows_is_packed_and_one_of_texts_is_not(given):
+def test_a_mixture_has_weights_and_one_with_rows_is_packed(given):
     Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
     Path("more.txt").write_text("It's the queen's 10 ships\n" * 300)
-    mixture = {**given, "weight": [0.5, 0.5], "dry_run": True}
+    mixture = {**given, "weight": [0.75, 0.25], "steps": 8}
     llmq.train(**{**mixture, "data": ["text.txt", "rows.jsonl"]})
+    said = given["console"].getvalue()
+    assert "rows.jsonl: 25.00% of the tokens" in said and "text.txt: 75.00% of the tokens" in said
+    assert "rows.jsonl: trained tokens" in said and "text.txt: rows" in said
     assert layout(given)["layout"].startswith("packed rows")
-    llmq.train(**{**mixture, "data": ["text.txt", "more.txt"]})
+    llmq.train(**{**mixture, "data": ["text.txt", "more.txt"], "dry_run": True})
     assert layout(given)["layout"].startswith("windows")
 
 
@@ -364,6 +330,8 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
+        ({"data": None, "dry_run": True, "packing": True}, UsageError, "--packing without data: give --max-docs"),
+        ({"data": None}, UsageError, "--dry-run plans without data"),
         ({"train_file": "a.bin"}, UsageError, "--train-file a.bin and --data rows.jsonl both say"),
         ({"data": None, "train_file": "a.bin", "train_on": "all"}, UsageError, "--train-on all is for --data"),
         ({"streaming": True, "eval_fraction": 0.1}, UsageError, "--eval-fraction 0.1 of a stream"),
@@ -371,11 +339,7 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"data": "text.txt", "max_docs": 3}, UsageError, "--max-docs 3 is for packed rows: add --packing"),
         ({"streaming": True, "data": "text.txt"}, UsageError, "--streaming reads files of rows"),
         ({"streaming": True, "data": ["a", "b"]}, UsageError, "--streaming reads one data set"),
-        (
-            {"data": "text.txt", "train_on": "last"},
-            UsageError,
-            "--train-on last: for data in rows, but text.txt is text",
-        ),
+        ({"data": "text.txt", "train_on": "last"}, UsageError, "--train-on last: for data in rows, but text.txt is"),
         ({"preamble": False}, UsageError, "--no-preamble is for prompts of alpaca rows"),
         ({"prompt_template": "gone.jinja"}, UsageError, "--prompt-template gone.jinja cannot be read: No such file"),
         ({"prompt_template": "rows.jsonl", "data": "text.txt"}, UsageError, "--prompt-template: for data in rows, but"),
@@ -392,13 +356,6 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
         llmq.train(**{**given, **change})
 
 
-def test_what_has_no_effect_is_noted_in_the_log_and_in_a_plan(given):
-    result = llmq.train(**given, eval_fraction=0, eval_num_steps=3)
-    llmq.train(**given, eval_fraction=0, eval_num_steps=3, dry_run=True)
-    assert given["console"].getvalue().count("--eval-num-steps 3 has no effect without data to evaluate on") == 2
-    assert "--eval-num-steps 3 has no effect" in result.log_path.read_text()
-
-
 def test_bad_rows_can_be_left_out(given):
     lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
     Path("rows.jsonl").write_text("".join([*lines[:2], "{\n", "\n", *lines[4:]]))
@@ -406,21 +363,6 @@ def test_bad_rows_can_be_left_out(given):
         llmq.train(**given, skip_bad_rows=1)
     llmq.train(**given, skip_bad_rows=2)
     assert "2 bad rows were left out" in given["console"].getvalue()
-
-
-@pytest.mark.slow
-def test_sigterm_while_tokenizing_leaves_no_lock_and_no_half_file(given, tmp_path):
-    Path("text.txt").write_text("It's the king's 10 ships, isn't it?\n" * 1_000_000)
-    command = [sys.executable, "-m", "llmq.cli.train", "--model", "source", "--from-scratch", "--data", "text.txt"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        deadline = time.monotonic() + 300
-        while not list(tmp_path.glob("cache/tokens/*.partial/.train*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.terminate()
-        said, _ = process.communicate()
-    assert process.returncode == 75 and b"tokenizing into" in said and b"Traceback" not in said
-    assert list((tmp_path / "cache/tokens").iterdir()) == []
 
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
@@ -440,10 +382,10 @@ def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("streaming", [False, True])
 def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, streaming):
     """Of each ten chats one is a little too long, and one has a question that leaves no room for an answer."""
-    tokenizer = save_source(512, *MARKERS, chat_template=CHAT_TEMPLATE)
+    save_source(512, *MARKERS, chat_template=CHAT_TEMPLATE)
     turn = [{"role": "user", "content": "3 ships?"}, {"role": "assistant", "content": "Aye."}]
     chats = [turn * (9 if n % 10 == 3 else 2) for n in range(80)]
     chats = [[{**turn[0], "content": "?" * 99}, turn[1]] if n % 10 == 7 else chat for n, chat in enumerate(chats)]
@@ -453,21 +395,10 @@ def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, st
     for name in ("one", "two"):
         console = io.StringIO()
         llmq.train(**{**options, "name": name, "console": console})
-        told.append(
-            [line.strip() for line in console.getvalue().splitlines() if "keep the whole turns that fit," in line]
-        )
+        told.append([line.strip() for line in console.getvalue().splitlines() if "turns that fit," in line])
     (line, *_) = [line for line in told[0] if " rows of more than" in line and "so far" not in line]
     assert "16 rows of more than 32 tokens keep the whole turns that fit," in line and "(8 rows and 48 " in line
     assert line in told[1]
-    longest = int(line.split("--seq-len ")[1].split()[0])
-    console = io.StringIO()
-    llmq.train(**{**options, "name": "long", "seq_len": longest, "console": console, "steps": 2})
-    assert "keeps all" not in console.getvalue()
-    if not streaming:
-        files = [TokenFile.open(path) for path in (tmp_path / "cache/tokens").glob("*/train.bin")]
-        assert sorted(file.num_documents for file in files) == [72, 80]
-        ends = {int(file.tokens[stop - 1]) for file in files for stop in file.document_starts[1:]}
-        assert ends == {tokenizer.token_to_id("<|end|>")}
 
 
 def test_text_is_tokenized_once_for_all_lengths(given, tmp_path):

@@ -57,11 +57,20 @@ def test_multiples_are_saved_and_never_rotated_out(given):
     assert steps() == [5, 10, 12]
 
 
-def test_the_best_by_its_evaluation_is_kept(given, monkeypatch):
-    losses = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
-    llmq.train(**given, **BEST)
-    assert steps() == [8, 12] and read_manifest(SAVED / "step-00000008").metrics == {"eval/loss": 1.0}
+@pytest.mark.parametrize(
+    ("losses", "more", "best", "others"),
+    [
+        ([3.0, 1.0, 2.0], {}, 8, [12]),
+        # Step 4 is saved in any case; step 6, which is worse than it and better than step 2, is not.
+        ([3.0, 1.0, *[2.0] * 4], {"eval_every_n_steps": 2, "ckpt_interval": 4, "ckpt_keep_n": 0}, 4, [2, 8, 12]),
+    ],
+)
+def test_the_best_by_its_evaluation_is_kept(given, monkeypatch, losses, more, best, others):
+    left = iter(losses)
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(left, 5.0), 1))
+    llmq.train(**{**given, **BEST, **more})
+    assert steps() == sorted([best, *others])
+    assert read_manifest(SAVED / f"step-{best:08}").metrics == {"eval/loss": 1.0}
 
 
 @pytest.mark.parametrize(("num_steps", "kept"), [(6, [4, 5, 6]), (7, [7])])
@@ -97,14 +106,6 @@ def test_the_best_needs_evaluations(given):
             llmq.train(**{**given, **without}, save_best="eval/loss")
     with pytest.raises(UsageError, match=r"save-best.*eval/loss"):
         llmq.train(**given, save_best="train/loss")
-
-
-def test_an_evaluation_that_is_due_with_a_save_counts_for_the_best(given, monkeypatch):
-    """Step 4 is saved in any case; step 6, which is worse than it and better than step 2, is not."""
-    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
-    llmq.train(**{**given, "eval_every_n_steps": 2}, **{**BEST, "ckpt_interval": 4, "ckpt_keep_n": 0})
-    assert steps() == [2, 4, 8, 12]
 
 
 def test_a_file_asks_for_a_checkpoint_and_is_removed(given, monkeypatch):

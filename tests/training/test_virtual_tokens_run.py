@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_runs import on_weights
+from tiny_runs import on_weights, write_documents
 
 import llmq
-from llmq.data.tokens.token_file import TokenWriter
-from llmq.generation.prompts import Question
+from llmq.generation.prompts import read_questions
 from llmq.generation.text import Writer
 from llmq.options.commands import GenerateOptions
 from llmq.report.read import read_log
@@ -29,13 +28,6 @@ def given(tmp_path, monkeypatch):
 
 def adapter_of(path):
     return load_file(path / "adapter_model.safetensors")
-
-
-def documents(name, count, seed):
-    rng = np.random.default_rng(seed)
-    with TokenWriter(f"{name}.bin", vocab_size=97) as file:
-        for length in rng.integers(2, 14, count):
-            file.append((rng.zipf(1.5, length) % 97).astype(np.int32), stops=[length])
 
 
 @METHODS
@@ -63,22 +55,25 @@ def test_the_loss_of_evaluation_falls(given, method):
 
 @METHODS
 def test_packed_and_padded_rows_have_the_same_evaluation(given, method):
-    documents("train", 80, 1)
-    documents("eval", 20, 2)
-    options = {**given, method: COUNT, "learning_rate": 0, "steps": 1, "seq_len": 16 + COUNT}
+    rng = np.random.default_rng(1)
+    for name, count in (("train", 80), ("eval", 20)):
+        write_documents(name, count, rng)
+    options = {**given, method: COUNT, "learning_rate": 0, "steps": 1, "seq_len": 30 + COUNT}
     runs = [{"packing": True}, {"packing": True, "max_docs": 2}, {"packing": False}]
     found = [llmq.train(**{**options, **run, "name": str(n)}) for n, run in enumerate(runs)]
     assert [run.eval_loss for run in found] == pytest.approx([found[0].eval_loss] * 3, rel=1e-6)
     assert found[0].eval_loss != llmq.train(**{**given, "learning_rate": 0, "steps": 1, "name": "plain"}).eval_loss
     packed, *_ = (read_log(run.log_path).train for run in found)
-    assert packed["trained_tokens"][0] < packed["tokens"][0] <= 4 * 16
+    assert packed["trained_tokens"][0] < packed["tokens"][0] <= 4 * 30
 
 
 @METHODS
-def test_a_model_writes_with_them(given, method):
-    done = llmq.train(**{**given, method: COUNT, "learning_rate": 0.3, "steps": 12})
-    questions = [Question({}, tokens=(5, 17, 3)), Question({}, tokens=(9,))]
-    about = {"max_tokens": 6, "device": "cpu", "ignore_end": True}
+def test_a_model_writes_with_them_also_while_it_is_trained(given, method):
+    Path("prompts.jsonl").write_text('{"tokens": [5, 17, 3]}\n{"tokens": [9]}\n')
+    options = {**given, method: COUNT, "sample_prompts": "prompts.jsonl", "sample_tokens": 6, "learning_rate": 0.3}
+    done = llmq.train(**{**options, "steps": 12})
+    questions = read_questions(Path("prompts.jsonl"))
+    about = {"max_tokens": 6, "device": "cpu", "dtype": "fp32"}
 
     def texts(**more):
         writer = Writer(GenerateOptions(model="base", **about, **more), reads_text=False)
@@ -87,21 +82,9 @@ def test_a_model_writes_with_them(given, method):
         return found
 
     found = texts(adapter=str(done.model_path))
+    *_, last = [event for event in read_log(done.log_path).events if event["type"] == "samples"]
+    assert [tuple(record["new_tokens"]) for record in last["samples"]] == found
     assert found != texts() and found == texts(adapter=str(done.model_path), batch_size=1)
     penalized = texts(adapter=str(done.model_path), repetition_penalty=1e9)
     # What a text has is not repeated, and what stands for virtual tokens is no token of it.
     assert all(not {5, 17, 3} & set(text) and len(set(text)) == 6 for text in penalized[:1])
-
-
-@METHODS
-def test_samples_are_written_while_training(given, method):
-    Path("prompts.jsonl").write_text('{"tokens": [5, 17, 3]}\n{"tokens": [9]}\n')
-    options = {**given, method: COUNT, "sample_prompts": "prompts.jsonl", "sample_tokens": 4, "learning_rate": 0.3}
-    done = llmq.train(**options)
-    about = {"max_tokens": 4, "device": "cpu", "dtype": "fp32", "adapter": str(done.model_path)}
-    questions = [Question({}, tokens=(5, 17, 3)), Question({}, tokens=(9,))]
-    written = [
-        answer.tokens for answer in Writer(GenerateOptions(model="base", **about), reads_text=False).answers(questions)
-    ]
-    *_, last = [event for event in read_log(done.log_path).events if event["type"] == "samples"]
-    assert [tuple(record["new_tokens"]) for record in last["samples"]] == written
