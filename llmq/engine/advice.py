@@ -156,7 +156,11 @@ def requests(plan: Plan, home: str = "device") -> str:
 
 def remedies(plan: Plan, room: Limits) -> list[Setting]:
     """The fastest combinations of remedies that fit, such that keep all numbers first."""
-    search, usual = _search(plan, room), alternatives(plan.spec, may_relax=_may_relax(plan, room))
+    workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
+    whole = workspace * plan.spec.memory.attention_chunks
+    # Where there is an attention that need not repeat its bits, and a workspace worth doing without.
+    may_relax = room.relaxed_scratch is not None and whole > MUCH * room.free_bytes
+    search, usual = _search(plan, room), alternatives(plan.spec, may_relax=may_relax)
     keeping = search.best([NOTHING], KEEPING)
     within_s = keeping[0].cost.seconds if keeping else math.inf
     others = (*usual, *([] if keeping else last_alternatives(plan.spec, search.terms)))  # the mildest first
@@ -179,10 +183,3 @@ def _search(plan: Plan, room: Limits) -> Search:
         auto_chunks=room.auto_chunks,
     )
     return Search(spec, terms, room.room, room.costs)
-
-
-def _may_relax(plan: Plan, room: Limits) -> bool:
-    """Whether there is an attention that need not repeat its bits, and a workspace worth doing without."""
-    workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
-    whole = workspace * plan.spec.memory.attention_chunks
-    return room.relaxed_scratch is not None and whole > MUCH * room.free_bytes

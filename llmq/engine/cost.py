@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from llmq.disk import GIB
-from llmq.engine.predict import Rates, micro_programs, program_seconds
+from llmq.engine.predict import Rates, program_seconds
 from llmq.optimizers.rule import MASTER, spaces
-from llmq.plan.levels import with_layers
+from llmq.plan.levels import micro_programs, with_layers
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.plan.spec import Spec

@@ -32,7 +32,6 @@ from llmq.stores.fetched_weights import FetchedWeights
 from llmq.tensor import stored_bytes
 
 Prompt = Sequence[int]  # with an adapter of virtual tokens, VIRTUAL for each of these first
-NO_LOSSES = np.zeros(0)
 
 
 class Drawn(NamedTuple):
@@ -114,7 +113,7 @@ class Generator(StoredPlan):
         self.run("decode")
         decode = self._cells.decode
         tokens = self.start_read(decode.tokens)
-        losses = self.start_read(decode.loss) if "cross_entropy" in self._decodes_by else lambda: NO_LOSSES
+        losses = self.start_read(decode.loss) if "cross_entropy" in self._decodes_by else lambda: np.zeros(0)
         return lambda: (tokens()[:, 0], losses())
 
     def _rows(self, prompts: Sequence[Prompt]) -> list[list[int]]:

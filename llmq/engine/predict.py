@@ -22,6 +22,7 @@ from llmq.hardware.cards import Card
 from llmq.hardware.device import Device
 from llmq.ops.record import Call
 from llmq.ops.seam import Arguments, record
+from llmq.plan.levels import micro_programs, sent_by
 from llmq.plan.passes.lanes import TO_DEVICE, TO_HOST
 from llmq.plan.passes.place import Program
 from llmq.plan.plan import Plan
@@ -84,11 +85,6 @@ def sustained(card: Card) -> Rates | None:
     return Rates(flops, memory, card.link_rate, peers, FAMILIES, ATTENTION, NODE_S, card.num_sms)
 
 
-def micro_programs(micro_steps: int) -> list[str]:
-    """The programs of a step with `micro_steps`, in order."""
-    return ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
-
-
 def step_seconds(plan: Plan, rates: Rates, micro_steps: int) -> float:
     """Seconds of an optimizer step with `micro_steps`."""
     names = [*micro_programs(micro_steps), "update"]
@@ -123,7 +119,8 @@ def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     """Seconds of a call by itself; of an embedding's rows no more than `tokens` are read or written."""
     op, given = record(call.op), changed(Arguments.of(call), different_tokens=float(tokens))
     if op.is_collective:
-        return rates.node + _sent_bytes(given) / rates.peers
+        ranks = len(given.numbers.get("bounds", ())) - 1
+        return rates.node + sent_by(call, max(ranks, 2)) / rates.peers
     num_bytes = op.num_bytes(given)
     if call.lane in OPPOSITE:
         return rates.node + num_bytes / 2 / rates.link  # each byte is read and written
@@ -139,14 +136,6 @@ def call_seconds(call: Call, rates: Rates, tokens: int) -> float:
     moving = max(num_bytes - read - written, 0) / rates.memory / rates.families.get(op.family, 1.0)
     linked = max(read, written) / rates.link / (BOTH_WAYS if read and written else 1.0)
     return rates.node + max(multiplying, moving, linked)
-
-
-def _sent_bytes(collective: Arguments) -> float:
-    """Bytes of a collective that a rank gets from the others, or sends them."""
-    sides = (collective.reads.values(), [ref for refs in collective.writes.values() for ref in refs])
-    whole = max(sum(map(stored_bytes, refs)) for refs in sides)
-    ranks = len(collective.numbers.get("bounds", ())) - 1
-    return whole * (ranks - 1) / ranks if ranks > 0 else whole
 
 
 def _scaled_share(product: Arguments) -> float:

@@ -88,9 +88,8 @@ class Search:
 
     def best(self, alternatives: Sequence[Alternative], most: int, within_s: float = math.inf) -> list[Setting]:
         """The fastest that fit in these seconds, each of the next with less of the device."""
-        limits = {"free_bytes": self.room.free_bytes, "free_host_bytes": self.room.host_bytes}
         with uncollected():
-            found = fastest(self._boxes(alternatives), self._weighed, self._fits, **limits, within_s=within_s)
+            found = fastest(self._boxes(alternatives), self._weighed, self._fits, self.room, within_s)
             points = [point for point, _ in islice(found, most)]
         self._enough = self._enough or next((point[1:] for point in points), None)
         return [self._setting(point) for point in points]
@@ -180,24 +179,20 @@ def fastest(
     boxes: Iterable[Box],
     cost_at: Callable[[Point], Cost | None],
     accepts: Callable[[Point], bool],
-    *,
-    free_bytes: int,
-    free_host_bytes: int,
+    available: Available,
     within_s: float = math.inf,
 ) -> Iterator[tuple[Point, Cost]]:
     """Points of the boxes that fit, the fastest first, then the fastest of those that need less of the device.
 
-    None takes more than `within_s` seconds.
-
-    `cost_at` gives None for settings that cannot be combined, and `accepts` has the last word on a point that would
-    come out; both are asked several times.
+    None takes more than `within_s` seconds. `cost_at` gives None for settings that cannot be combined, and `accepts` says
+    the last word on a point that would come out; both are asked several times.
     """
     waiting: list[tuple[float, int, int, Point, Point]] = []
-    number, room = count(), free_bytes
+    number, room, most_host = count(), available.free_bytes, available.host_bytes
 
     def wait(low: Point, high: Point, bound: float) -> None:
         fast, frugal = cost_at(low), cost_at(high)
-        if (frugal is not None and frugal.num_bytes > room) or (fast is not None and fast.host_bytes > free_host_bytes):
+        if (frugal is not None and frugal.num_bytes > room) or (fast is not None and fast.host_bytes > most_host):
             return
         seconds = bound if fast is None else max(bound, fast.seconds)
         if seconds > within_s:
@@ -210,7 +205,7 @@ def fastest(
         seconds, _, _, low, high = heapq.heappop(waiting)
         cost = cost_at(low)
         # The fastest point of the box that waits first: nothing that is left can be faster.
-        if cost is not None and not cost.missing(room, free_host_bytes) and accepts(low):
+        if cost is not None and not cost.missing(room, most_host) and accepts(low):
             room = int(LESS * cost.num_bytes)
             yield low, cost
         for piece in _halves(low, high):

@@ -115,7 +115,20 @@ class TrainedPlan(StoredPlan):
         super().__init__(plan, backend, **about)
         self._is_gathered = False  # whether all weights are whole; of one rank they are
         self._is_cold = True  # whether delayed scales have seen no batch yet
-        self._fill_constants()
+        spec, cells = self.plan.spec, self._cells
+        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
+        for ref in self.plan.persistent.values():
+            if ref.space == "scale":
+                self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
+        for cell in (cells.norm, cells.last_norm):
+            if self._has(cell):
+                self._fill(cell, 0)
+        for name, cell in self.plan.tracked.cells.items():
+            self._fill(cell, self.plan.tracked.first[name])
+        if self.plan.scales:
+            self.write(cells.limits, np.array(self.plan.limits))
+            self._fill(cells.always, 1)
 
     def load(self, parameters: Iterable[tuple[Row, Values]]) -> None:
         """Sets masters from whole parameters (padded, any float dtype) and makes all copies; moments become zero."""
@@ -149,19 +162,3 @@ class TrainedPlan(StoredPlan):
     def _publish(self, *, is_cold: bool) -> None:
         self.run("publish")
         self._is_gathered, self._is_cold = False, is_cold
-
-    def _fill_constants(self) -> None:
-        spec, cells = self.plan.spec, self._cells
-        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
-        self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
-        for ref in self.plan.persistent.values():
-            if ref.space == "scale":
-                self._fill(ref, 1 if ref.shape == (1,) or ref.name == "scales" else 0)
-        for cell in (cells.norm, cells.last_norm):
-            if self._has(cell):
-                self._fill(cell, 0)
-        for name, cell in self.plan.tracked.cells.items():
-            self._fill(cell, self.plan.tracked.first[name])
-        if self.plan.scales:
-            self.write(cells.limits, np.array(self.plan.limits))
-            self._fill(cells.always, 1)

@@ -68,7 +68,10 @@ class DecodingRecordings:
         loss = {"loss": Ref("decode.loss", "batch", (b,), spec.precision.stat)} if self.sampling.logprobs else {}
         self._inputs = {"decode": _inputs("decode", shapes, **loss)}
         for length in decoding.prompt_lengths:
-            self._inputs[prompt_name(length)] = self._prompt_inputs(length)
+            rows: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "sequences"), (1, length))
+            if (packing := self._packing(length)) is not None:
+                rows["borders"] = (1, packing.max_docs + 1)
+            self._inputs[prompt_name(length)] = _inputs(prompt_name(length), rows)
 
     @property
     def cells(self) -> Mapping[str, Any]:
@@ -77,15 +80,10 @@ class DecodingRecordings:
 
     def programs(self) -> dict[str, list[Call]]:
         """All of them, by name."""
-        prompts = {prompt_name(length): self._prompt(length) for length in self.decoding.prompt_lengths}
-        return {"decode": self._decode(), **prompts}
-
-    def _decode(self) -> list[Call]:
-        """The next token of every sequence."""
         ops, model = Recorder(), build_decoder(self.spec, self.sampling)
         frames = self._frames(model, self._inputs["decode"], self.spec.batch_size, 1)
         model.infer(ops, frames.a, frames.d, self._weights)
-        return ops.calls
+        return {"decode": ops.calls, **{prompt_name(n): self._prompt(n) for n in self.decoding.prompt_lengths}}
 
     def _prompt(self, length: int) -> list[Call]:
         """The cache of one row of prompts."""
@@ -96,12 +94,6 @@ class DecodingRecordings:
 
     def _packing(self, length: int) -> Packing | None:
         return Packing(self.spec.batch_size + 1, length) if self.decoding.packed else None  # one is the padding
-
-    def _prompt_inputs(self, length: int) -> Frame:
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "sequences"), (1, length))
-        if (packing := self._packing(length)) is not None:
-            shapes["borders"] = (1, packing.max_docs + 1)
-        return _inputs(prompt_name(length), shapes)
 
     def _frames(self, model: Model, inputs: Frame, b: int, t: int) -> Frames:
         spec, p = self.spec, self.spec.precision

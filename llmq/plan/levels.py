@@ -102,12 +102,14 @@ def _planned(plan: Plan, micro_steps: int) -> LevelNeeds:
 
 def sent_bytes(plan: Plan, micro_steps: int) -> int:
     """Bytes that a rank sends in an optimizer step of `micro_steps`."""
-    names = ["first", *["middle"] * (micro_steps - 2), "last"] if micro_steps > 1 else ["only"]
-    by_name = {
-        name: sum(sent_by(call, plan.spec.sharding.size) for call in plan.programs[name].calls)
-        for name in {*names, "update"}
-    }
-    return sum(by_name[name] for name in (*names, "update"))
+    names, size = [*micro_programs(micro_steps), "update"], plan.spec.sharding.size
+    by_name = {name: sum(sent_by(call, size) for call in plan.programs[name].calls) for name in {*names}}
+    return sum(by_name[name] for name in names)
+
+
+def micro_programs(micro_steps: int) -> list[str]:
+    """The programs of a step with `micro_steps`, in order."""
+    return ["only"] if micro_steps == 1 else ["first", *["middle"] * (micro_steps - 2), "last"]
 
 
 def sent_by(call: Call, size: int) -> int:

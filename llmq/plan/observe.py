@@ -28,7 +28,10 @@ def observed(
     sites: dict[str, dict[str, None]] = {}
     for call in (call for call in calls if record(call.op).is_linear):
         for ref in call.inputs:
-            if ref is None or ref.form is None or ref.form.scaling is None or _is_held(ref, values):
+            if ref is None or ref.form is None or ref.form.scaling is None:
+                continue
+            # A copy of a weight that has no value to compare it with.
+            if ref.held is not None or (ref.space == "weight" and ref.name not in values):
                 continue
             # Columns have the same numbers with the same scale, so rows stand for both.
             if ref.form.layout == "row":
@@ -43,11 +46,13 @@ def observed(
 
     def compared(name: str, ref: Ref, form: Form, phase: str) -> list[Call]:
         """Of the weight of a name, which `ref` is, or has been fetched or gathered from."""
-        if not math.prod(values[name].shape):  # a share may have no rows
+        if not math.prod((value := values[name]).shape):  # a share may have no rows
             return []
-        value, fetched = _on_device(values[name])
         rows = changed(piece(changed(ref, name=name)), name=ref.name)
-        return [*fetched, measured(value, rows, form, phase)]
+        if value.home == "device":
+            return [measured(value, rows, form, phase)]
+        slot = Ref(f"observed/{name}", "activation", value.shape, value.dtype, value.layer)
+        return [moved("copy_to_device", slot, value), measured(slot, rows, form, phase)]
 
     found = []
     for ref, form in forms.values():
@@ -73,19 +78,6 @@ def observed(
 def errors_cell(count: int) -> Ref:
     """Where the numbers of `count` copies are."""
     return Ref("quantization_error", "cell", (count * STRIDE,), "fp32")
-
-
-def _on_device(value: Ref) -> tuple[Ref, list[Call]]:
-    """The value of a weight where ops can read it, and the calls that bring it there."""
-    if value.home == "device":
-        return value, []
-    slot = Ref(f"observed/{value.name}", "activation", value.shape, value.dtype, value.layer)
-    return slot, [moved("copy_to_device", slot, value)]
-
-
-def _is_held(ref: Ref, values: Mapping[str, Ref]) -> bool:
-    """Whether this is a copy of a weight that has no value to compare it with."""
-    return ref.held is not None or (ref.space == "weight" and ref.name not in values)
 
 
 def _site(call: Call) -> str:

@@ -110,14 +110,9 @@ class Plan:
 
     def arena_bytes(self, home: str = "device") -> int:
         """Bytes of the arena of a home, which all programs share, one at a time, with what makes held copies."""
-        most = max(program.arena_bytes[home] for program in self.programs.values())
-        return max(most, self._room_bytes) if home == "device" else most
-
-    @cached_property
-    def _room_bytes(self) -> int:
-        """Bytes that making the held copies of rows takes, one at a time."""
-        held = (self.held(row.name) for row in self.rows)
-        return max((room_bytes(ref) for ref in held if ref.form is not None), default=0)
+        held = (self.held(row.name) for row in self.rows if home == "device")  # whose copies are made one at a time
+        rooms = (room_bytes(ref) for ref in held if ref.form is not None)
+        return max([*(program.arena_bytes[home] for program in self.programs.values()), *rooms])
 
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
@@ -302,7 +297,10 @@ def persistent_storages(
     programs: Collection[Program], frozen: Iterable[Ref], scratch_bytes: Scratch | None
 ) -> dict[str, Ref]:
     """Every storage outside the arenas: what programs touch, frozen weights, and the scratch of calls."""
-    found = _persistent(programs) | _loaded(frozen)
+    held = tuple(frozen)
+    # Loading sets frozen rows, and the scales of those held in a form, and perhaps no program reads them.
+    loaded = (*held, *(scale_ref(ref) for ref in held if ref.form is not None))
+    found = _persistent(programs) | {storage_name(ref): ref for ref in loaded}
     return found if scratch_bytes is None else found | _scratch(programs, scratch_bytes)
 
 
@@ -404,13 +402,6 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
             owned = own_scales(whole)
             found[storage_name(owned)] = owned
     return found
-
-
-def _loaded(frozen: Iterable[Ref]) -> dict[str, Ref]:
-    """Storages of frozen rows, and of the scales of those held in a form: loading sets them, and perhaps no program
-    reads them."""
-    held = tuple(frozen)
-    return {storage_name(ref): ref for ref in (*held, *(scale_ref(ref) for ref in held if ref.form is not None))}
 
 
 def _scratch(programs: Iterable[Program], scratch_bytes: Scratch) -> dict[str, Ref]:

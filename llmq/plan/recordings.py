@@ -1,6 +1,6 @@
 """The programs of a model as recorded, before anything is decided: on its stores, its slots and the shared cells."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -153,7 +153,10 @@ class Recordings:
 
     def _fused(self, *, applies: bool) -> Use:
         """The update of a part of the model in backward; the head, which is first, makes the loss."""
-        first = dict(self._first_partials())
+        first, count = {}, 0  # the place of each row's first partial sum of squares
+        for name, ref in self.grads[True].refs.items():
+            first[name] = count
+            count += num_norm_tiles(ref.shape)
 
         def use(ops: Any, part: str | int, rows: Sequence[Row], grads: Mapping[str, Ref]) -> None:
             by, found = self._updater(self.cells), {row.name: (grads[row.name], first[row.name]) for row in rows}
@@ -162,13 +165,6 @@ class Recordings:
             fused_update.update(ops, by, self.weights, self.moments, found, applies=applies)
 
         return use
-
-    def _first_partials(self) -> Iterator[tuple[str, int]]:
-        """The place of each row's first partial sum of squares."""
-        first = 0
-        for name, ref in self.grads[True].refs.items():
-            yield name, first
-            first += num_norm_tiles(ref.shape)
 
     def update(self, cells: Mapping[str, Ref]) -> list[Call]:
         """The optimizer step; of a fused one what is left of it."""

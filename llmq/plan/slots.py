@@ -52,16 +52,13 @@ def _program_lines(title: str, program: Program) -> Iterator[str]:
         together[id(place)].append(name)
     born = {name: index for index, found in program.births.items() for name in found}
     dies = {name: index for index, found in program.deaths.items() for name in found}
+    # What another lane reads last may live until the program's end.
+    moments = [*(f"{index} {call.op}" for index, call in enumerate(program.calls)), f"{len(program.calls)} end"]
     arenas = ", ".join(f"{size:,} bytes on the {home}" for home, size in program.arena_bytes.items() if size)
     yield f"Program {title}: {len(program.calls):,} calls, {arenas or 'no slots'}"
     yield f"  {'home':<8}{'place':>16}{'bytes':>16}  {'birth':<28}{'death':<28}name"
     for root in sorted(born, key=lambda name: (born[name], name)):
         place = program.places[root]
-        birth, death = (_moment(program, index) for index in (born[root], dies[root]))
+        birth, death = moments[born[root]], moments[dies[root]]
         name = " = ".join(together[id(place)])
         yield f"  {place.home:<8}{place.offset:>16,}{place.size:>16,}  {birth:<28}{death:<28}{name}"
-
-
-def _moment(program: Program, index: int) -> str:
-    """A call by its number and op; what another lane reads last may live until the program's end."""
-    return f"{index} {program.calls[index].op if index < len(program.calls) else 'end'}"

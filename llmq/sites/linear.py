@@ -38,17 +38,6 @@ class Linear:
         """y (...,N) <- x (...,K), w.weight (N,K), w.bias (N,) or None, residual (...,N) or None."""
         ops.linear_forward(y, x.as_form(self.x.row), w.weight.as_form(self.weight.row), w.bias, residual)
 
-    def dgrad(self, ops: Ops, d_x: Ref, d_y: Ref, w: Parameters, residual: Ref | None = None) -> None:
-        """d_x (...,K) <- d_y (...,N), w.weight (N,K), residual (...,K) or None."""
-        # fp8 matmuls want the summed axis innermost, so dgrad reads W transposed, and wgrad d_y and x.
-        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), residual)
-
-    def wgrad(self, ops: Ops, dw: Parameters, d_y: Ref, x: Ref) -> None:
-        """dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K)."""
-        ops.linear_wgrad(dw.weight, d_y.as_form(self.d_y.col), x.as_form(self.x.col))
-        # The producer of d_y sums its columns in the same pass; without a bias this form is not wanted, and not made.
-        ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
-
     def backward(
         self,
         ops: Ops,
@@ -61,9 +50,12 @@ class Linear:
         w: Parameters,
         residual: Ref | None = None,
     ) -> None:
-        """d_x, dw <- d_y, x, w, residual (...,K) or None, which is added to d_x."""
-        self.dgrad(ops, d_x, d_y, w, residual)
-        self.wgrad(ops, dw, d_y, x)
+        """d_x (...,K), dw.weight (N,K), dw.bias (N,) <- d_y (...,N), x (...,K), w.weight, residual (...,K) or None."""
+        # fp8 matmuls want the summed axis innermost, so dgrad reads W transposed, and wgrad d_y and x.
+        ops.linear_dgrad(d_x, d_y.as_form(self.d_y.row), w.weight.as_form(self.weight.col), residual)
+        ops.linear_wgrad(dw.weight, d_y.as_form(self.d_y.col), x.as_form(self.x.col))
+        # The producer of d_y sums its columns in the same pass; without a bias this form is not wanted, and not made.
+        ops.bias_backward(dw.bias, d_y.as_form(COLSUM))
 
 
 class Bf16Linear(Linear):

@@ -162,12 +162,6 @@ class LoraAdapter:
         return one_pass if takes_one_pass(self.dtype, piece.rank, *places) else two_products
 
 
-def dropped_slots(key: str, x: Slot) -> tuple[Slot, ...]:
-    """drop(x) (...,K) of forward and of backward, at the site of a key."""
-    # Two slots, as forward's is gone when backward makes it again from the same random bits.
-    return tuple(Slot(f"{key}.{name}", x.shape, x.roles) for name in ("dropped", "again"))
-
-
 @dataclass(frozen=True)
 class DroppedAdapter:
     """The adapter `lora` with dropout of its input: s B A drop(x).
@@ -189,7 +183,9 @@ class DroppedAdapter:
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """drop(x) (...,K) of forward and of backward too."""
-        return (*self.lora.slots(x), *dropped_slots(self.lora.key, x))
+        # Two slots, as forward's is gone when backward makes it again from the same random bits.
+        own = (Slot(f"{self.lora.key}.{name}", x.shape, x.roles) for name in ("dropped", "again"))
+        return (*self.lora.slots(x), *own)
 
     def rows(self, layer: int | None) -> Iterator[Row]:
         """A of all pieces, and the B of each."""

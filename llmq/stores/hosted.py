@@ -62,12 +62,14 @@ class HostedGrads:
             # Recorded for a first write, too, which overwrites: passes/accumulate.py then drops the copy.
             yield self._store.bundle(part, here)
             for name, kept in self._store.reduce(ops, part, here).items():
-                ops.copy_to_host(_like(self.refs[name], kept), kept)
+                ref = self.refs[name]
+                # Of the gradient those rows that are kept of the slot for it.
+                whole = ref if kept.view is None else ref.chunk(kept.rows_before, math.prod(kept.shape[:-1]))
+                ops.copy_to_host(whole, kept)
 
     def sums(self, ops: Any) -> Iterator[Ref]:
         """Yields what the optimizer reads, as it is on the host."""
-        found: Iterator[Ref] = self._store.sums(ops)
-        return found
+        yield from self._store.sums(ops)
 
     def shares(self, ops: Any) -> Iterator[Ref]:
         """Yields what this rank adds to the norm of the whole gradient, and fetches a piece ahead."""
@@ -90,11 +92,6 @@ class HostedGrads:
             slots[name] = replace(ref, name=f"gradient/{part}/{name}", **about)
             ops.copy_to_device(slots[name], ref)
         return slots
-
-
-def _like(ref: Ref, kept: Ref) -> Ref:
-    """A gradient, or the rows of it that are kept of a slot for it."""
-    return ref if kept.view is None else ref.chunk(kept.rows_before, math.prod(kept.shape[:-1]))
 
 
 def _fetched(ops: Any, ref: Ref) -> Ref:

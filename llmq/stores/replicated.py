@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from llmq.optimizers.rule import MASTER, State, StateKind
 from llmq.row import Row
 from llmq.stores.sharding import part_of
 from llmq.tensor import Ref
-
-Fetched = TypeVar("Fetched")
 
 
 class Bundle:
@@ -179,7 +177,10 @@ class ReplicatedMoments:
 
     def __init__(self, rows: Sequence[Row], master_dtype: str, kinds: Mapping[StateKind, str]) -> None:
         self.rows = tuple(row for row in rows if row.trainable)
-        self.refs = {row.name: _state(row, master_dtype, kinds) for row in self.rows}
+        self.refs: dict[str, State] = {
+            row.name: {MASTER: _master(row, master_dtype)} | {kind.name: _ref(row, kind, kinds[kind]) for kind in kinds}
+            for row in self.rows
+        }
 
     def walk(self, ops: Any, *, masters_only: bool = False, only: Container[str] | None = None) -> Iterator[Update]:
         """Yields each row with its state as one piece; a resident store has nothing to move.
@@ -194,11 +195,6 @@ class ReplicatedMoments:
 def each_of(state: State, change: Callable[[Ref], Ref]) -> State:
     """A state with each of its tensors changed."""
     return {space: change(ref) for space, ref in state.items()}
-
-
-def _state(row: Row, master_dtype: str, kinds: Mapping[StateKind, str]) -> State:
-    """What is kept of a row."""
-    return {MASTER: _master(row, master_dtype), **{kind.name: _ref(row, kind, kinds[kind]) for kind in kinds}}
 
 
 def _master(row: Row, dtype: str) -> Ref:

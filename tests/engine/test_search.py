@@ -73,7 +73,7 @@ def test_where_nothing_fits_the_nearest_misses_least():
     assert not searched(nearest.cost.num_bytes - 2**10).best([NOTHING], 1)
 
 
-ROOMS = {"free_bytes": 2**62, "free_host_bytes": 2**62}
+ROOM = Available(UNLIMITED, UNLIMITED)
 
 
 def random_costs(seed, lengths, invalid=0.0):
@@ -109,7 +109,7 @@ def test_points_come_as_from_all_of_them(seed, invalid):
     free = int(np.quantile([c.num_bytes for c in some], 0.3))
     host = int(np.quantile([c.host_bytes for c in some], 0.7))
     box = ((0,) * 4, tuple(length - 1 for length in lengths))
-    found = fastest([box], costs.get, lambda point: True, free_bytes=free, free_host_bytes=host)
+    found = fastest([box], costs.get, lambda point: True, Available(free, host))
     assert [point for point, _ in found] == brute(costs, free, host)
 
 
@@ -122,14 +122,14 @@ def test_most_points_are_left_alone():
         return costs[point]
 
     free = int(np.quantile([c.num_bytes for c in costs.values()], 0.1))
-    first = next(fastest([((0,) * 4, (4,) * 4)], cost_at, lambda p: True, free_bytes=free, free_host_bytes=2**62))
-    assert first[0] == brute(costs, free, 2**62)[0] and len(asked) < len(costs) / 2
+    first = next(fastest([((0,) * 4, (4,) * 4)], cost_at, lambda p: True, Available(free, UNLIMITED)))
+    assert first[0] == brute(costs, free, UNLIMITED)[0] and len(asked) < len(costs) / 2
 
 
 def test_a_point_that_is_not_accepted_gives_way_to_the_next():
     costs = random_costs(3, (4, 4))
     first, second, *_ = sorted(costs, key=lambda point: costs[point].seconds)
-    found = fastest([((0, 0), (3, 3))], costs.get, lambda point: point != first, **ROOMS)
+    found = fastest([((0, 0), (3, 3))], costs.get, lambda point: point != first, ROOM)
     assert next(found)[0] == second
 
 
@@ -137,6 +137,6 @@ def test_nothing_comes_where_nothing_fits():
     costs = random_costs(1, (3, 3))
     least = min(cost.num_bytes for cost in costs.values())
     boxes = [((0, 0), (2, 2))]
-    assert not [*fastest(boxes, costs.get, lambda p: True, free_bytes=least - 1, free_host_bytes=2**62)]
-    assert not [*fastest(boxes, costs.get, lambda p: True, free_bytes=2**62, free_host_bytes=-1)]
-    assert not [*fastest(boxes, lambda point: None, lambda p: True, **ROOMS)]
+    assert not [*fastest(boxes, costs.get, lambda p: True, Available(least - 1, UNLIMITED))]
+    assert not [*fastest(boxes, costs.get, lambda p: True, Available(UNLIMITED, -1))]
+    assert not [*fastest(boxes, lambda point: None, lambda p: True, ROOM)]

@@ -25,7 +25,7 @@ def casts(calls: Sequence[Call]) -> list[Call]:
         if not record(call.op).gathers:
             made += gathered
             gathered = []
-        if not any(_is_made_later(call, name, result) for name, result in _results(call)):
+        if all(_writes(call, name, form) for name, result in _results(call) if result for form in result.forms):
             made += _in_each_form(call)
             continue
         outputs: list[Result | None] = []
@@ -63,11 +63,6 @@ def _in_each_form(call: Call) -> list[Call]:
 
 def _results(call: Call) -> Iterable[tuple[str, Result | None]]:
     return zip(record(call.op).outputs, call.outputs, strict=True)
-
-
-def _is_made_later(call: Call, output: str, result: Result | None) -> bool:
-    """Whether a call leaves a form of an output to others."""
-    return result is not None and any(not _writes(call, output, form) for form in result.forms)
 
 
 def _writes(call: Call, output: str, form: Form | None) -> bool:

@@ -1,7 +1,7 @@
 """Which calls are made, and which forms of their results they write: those that something reads."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from llmq.ops.record import Call
 from llmq.ops.seam import record
@@ -20,17 +20,13 @@ def prune(calls: Sequence[Call]) -> list[Call]:
     read: set[tuple[str, bool]] = set()
     kept = []
     for call in reversed(calls):
+        refs = [result.ref for result in call.outputs if result is not None]
         # One read result keeps the whole call; which of its forms are made is decided later, by `forms`.
-        if any(result is not None and _is_read(result.ref, read) for result in call.outputs):
+        if any(ref.space != "activation" or (ref.name, ref.again) in read for ref in refs):
             # The name stays in `read`: pieces of a slot, and sums into it, are written by several calls.
             kept.append(call)
             read.update((ref.name, ref.again) for ref in call.inputs if ref is not None)
     return kept[::-1]
-
-
-def _is_read(ref: Ref, read: Collection[tuple[str, bool]]) -> bool:
-    """Whether a later call reads a slot, or it outlasts the program."""
-    return ref.space != "activation" or (ref.name, ref.again) in read
 
 
 def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = ()) -> list[Call]:

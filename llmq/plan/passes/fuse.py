@@ -27,11 +27,19 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
         if call.op == "linear_forward" and _is_plain(call):
             x, *rest = call.inputs
             call = replace(call, op="token_linear", inputs=(x, None, *rest), numbers={"eps": 0.0, "gated": False})
-            if last is not None and last.op == "rmsnorm_forward" and _passes(last, x, reads) and _fits(x):
+            assert x is not None
+            fits = stored_bytes(x) <= MOST_NORM_BYTES
+            if fits and last is not None and last.op == "rmsnorm_forward" and _passes(last, x, reads):
                 made.pop()
                 numbers = {"eps": last.numbers["eps"], "gated": False}
                 call = replace(call, inputs=(*last.inputs, *rest), numbers=numbers)
-        elif call.op == "swiglu_forward" and last is not None and _can_gate(last, call.inputs[0], reads):
+        elif (
+            call.op == "swiglu_forward"
+            and last is not None
+            and last.op == "token_linear"
+            and last.inputs[-1] is None  # a residual is added to what SwiGLU makes, not to what it is made of
+            and _passes(last, call.inputs[0], reads)
+        ):
             made.pop()
             call = replace(last, outputs=call.outputs, numbers={**last.numbers, "gated": True})
         made.append(call)
@@ -47,16 +55,6 @@ def _is_plain(call: Call) -> bool:
     # Never the head of a prompt, or training: with more tokens the weight is read more than once.
     few = x.space == "activation" and prod(x.shape[:-1]) <= MOST_TOKENS
     return few and whole and call.numbers.get("alpha", 1) == 1
-
-
-def _fits(x: Ref | None) -> bool:
-    """Whether a block can normalise all of x for itself."""
-    return x is not None and stored_bytes(x) <= MOST_NORM_BYTES
-
-
-def _can_gate(maker: Call, ref: Ref | None, reads: Reads) -> bool:
-    """Whether a call can make SwiGLU of its product itself, to which it adds no residual."""
-    return maker.op == "token_linear" and maker.inputs[-1] is None and _passes(maker, ref, reads)
 
 
 def _passes(maker: Call, ref: Ref | None, reads: Reads) -> bool:

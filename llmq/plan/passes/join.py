@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llmq.ops.record import Call, Result
 from llmq.plan.passes.lanes import reads, writes
-from llmq.tensor import Form, Ref, changed
+from llmq.tensor import Ref, changed
 
 MAKER, READER, BOTH = "swiglu_backward", "low_rank_backward", "swiglu_low_rank_backward"
 
@@ -24,8 +24,10 @@ def join(calls: Sequence[Call]) -> list[Call]:
     taken: set[int] = set()
     for at, call in enumerate(calls):
         result = call.outputs[0]
+        if call.op != MAKER or result is None:
+            continue
         # Columns, or scales of blocks, are read by others: then the gradient has to reach memory after all.
-        if call.op != MAKER or result is None or not all(form is None or _is_row(form) for form in result.forms):
+        if any(form is not None and not (form.layout == "row" and form.has_cell) for form in result.forms):
             continue
         places = _halves(calls, at, result.ref)
         if not places or not _may_move(calls, at, places):
@@ -46,11 +48,6 @@ def _joined(call: Call, rows: Result, gate: Call, up: Call) -> Call:
     return changed(call, op=BOTH, outputs=outputs, inputs=(*call.inputs, *factors), numbers=numbers)
 
 
-def _is_row(form: Form) -> bool:
-    """Whether a copy is fp8 rows of one scale."""
-    return form.layout == "row" and form.has_cell
-
-
 def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> tuple[int, ...]:
     """Where the gradients of the adapters of gate and of up, of one rank, are made of all of d_gate_up; nowhere if they
     are not."""
@@ -69,14 +66,8 @@ def _halves(calls: Sequence[Call], at: int, d_gate_up: Ref) -> tuple[int, ...]:
         found[half] = place
         if len(found) == 2:
             break
-    ranks = {_rank(calls[place]) for place in found.values()}
+    ranks = {low.shape[-1] for place in found.values() if (low := calls[place].inputs[1]) is not None}
     return (found[0], found[1]) if len(found) == 2 and len(ranks) == 1 else ()
-
-
-def _rank(call: Call) -> int:
-    low = call.inputs[1]
-    assert low is not None
-    return low.shape[-1]
 
 
 def _may_move(calls: Sequence[Call], to: int, places: Sequence[int]) -> bool:
