@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import save
+from sample_files import save
 from tiny_runs import change_manifest
 
 from llmq.errors import DataError, StorageError, UsageError
@@ -192,7 +192,7 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_writer_killed_at_any_time_leaves_a_whole_newest_one(tmp_path: Path) -> None:
     code = (
-        "import sys, numpy as np; from checkpoint_files import save; from llmq.files import writers\n"
+        "import sys, numpy as np; from sample_files import save; from llmq.files import writers\n"
         "writers.FILE_BYTES = 1\n"
         "for step in range(int(sys.argv[2]), 10**6):\n"
         "    tensors = {f't{i}': np.full(50000, step, 'i4') for i in range(4)}\n"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from checkpoint_files import save, slices_of
 from in_process import run_ranks
+from sample_files import save, slices_of
 
 from llmq import disk
 from llmq.errors import StorageError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import written_runs
+import sample_files
 from rich.console import Console
 
 from llmq.cli import plot, shell
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def write_run(folder: Path, steps: int = 30, lost: tuple[int, ...] = (), name: str | None = None) -> Path:
     losses = [math.nan if step in lost else 2 + 5 / step for step in range(1, steps + 1)]
     evals = {step: 2.5 + 5 / step for step in range(10, steps + 1, 10)}
-    return written_runs.write_run(folder, losses, evals, name=name)
+    return sample_files.write_run(folder, losses, evals, name=name)
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path) -> None:
 
 def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     runs = [
-        written_runs.write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {1: 8.0, 3: 5.0, 4: 4.0}),
-        written_runs.write_run(tmp_path / "b", [9.0, 4.0, math.nan, 3.0], {2: 7.0}, seconds=200.0),
+        sample_files.write_run(tmp_path / "a", [9.0, 4.0, 3.0, 2.0], {1: 8.0, 3: 5.0, 4: 4.0}),
+        sample_files.write_run(tmp_path / "b", [9.0, 4.0, math.nan, 3.0], {2: 7.0}, seconds=200.0),
     ]
     first, second = summarize(read_runs(runs), 2)
     assert (first.label, first.steps, first.train_loss, first.eval_loss) == ("a", 4, 2.5, 4.5)
@@ -201,7 +201,7 @@ def test_means_are_those_of_the_last_steps(tmp_path: Path) -> None:
     assert (alone.eval_loss, alone.eval_count) == (4.0, 1)
     assert first.tokens_per_second == pytest.approx(2 * second.tokens_per_second)
     assert summarize(read_runs(runs[:1]), 100)[0].train_loss == 4.5  # all that there are
-    other = written_runs.write_run(tmp_path / "c", [9.0, 4.0, 3.0, 2.0], {2: 8.0, 3: 5.0, 4: 4.0}, whole=4)
+    other = sample_files.write_run(tmp_path / "c", [9.0, 4.0, 3.0, 2.0], {2: 8.0, 3: 5.0, 4: 4.0}, whole=4)
     (summary,) = summarize(read_runs([other]), 4)
     assert (summary.eval_loss, summary.eval_count) == (4.0, 1), "those on other tokens are not counted"
 

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import written_runs
+import sample_files
 from pydantic import ValidationError, create_model
 
 from llmq.errors import DataError, StorageError, UsageError
@@ -27,7 +27,7 @@ def write_run(folder: Path, steps: int = 6) -> Path:
     losses = [math.nan if step == 2 else 5 / step for step in range(1, steps + 1)]
     text = {"prompt": "Once\nupon", "text": " a time", "new_tokens": [1, 2], "end": "length"}
     samples = [text, {"tokens": [4], "text": None, "new_tokens": [5], "end": "stop"}]
-    written_runs.write_run(folder, losses, {3: 1.0, 6: 0.5}, name="try", samples=samples)
+    sample_files.write_run(folder, losses, {3: 1.0, 6: 0.5}, name="try", samples=samples)
     return folder / "log.jsonl"
 
 

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from sample_files import write_tokens
 from tiny_engines import tiny
-from token_files import write_tokens
 
 import llmq
 from llmq.backends.host import HostBackend

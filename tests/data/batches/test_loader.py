@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_files import write_tokens
+from sample_files import write_tokens
 
 from llmq.data.batches.loader import PREFETCHED, Loader, RankBatches, eval_batches, open_data
 from llmq.data.batches.packing import Packs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from token_files import write_tokens
+from sample_files import write_tokens
 
 from llmq.data.batches import mixture as mixture_module
 from llmq.data.batches.loader import open_data

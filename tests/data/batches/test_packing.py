@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import legacy_bytes
+from sample_files import legacy_bytes
 
 from llmq.data.batches import packing
 from llmq.data.batches.loader import eval_batches

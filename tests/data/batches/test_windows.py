@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import legacy_bytes, write_tokens
+from sample_files import legacy_bytes, write_tokens
 
 from llmq.data.batches import rows as rows_module
 from llmq.data.batches.rows import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from token_files import verified
+from sample_files import verified
 
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows import find_sources

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import bits_of, legacy_bytes, verified, write_tokens
+from sample_files import bits_of, legacy_bytes, verified, write_tokens
 
 from llmq.data.tokens import token_file
 from llmq.data.tokens.token_file import BLOCK_BYTES, TokenFile, TokenWriter

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_files import verified
+from sample_files import verified
 from tokenizers import Tokenizer
 
 from llmq.cli import shell
