@@ -159,6 +159,7 @@ def test_host_memory_that_is_not_there_is_refused_and_what_is_not_locked_is_ordi
 
 
 PAGE = 4096
+STILL = SimpleNamespace(synchronize=lambda: None)  # a stream with nothing to do
 
 
 def test_no_array_is_in_two_pieces(runtime, cuda_memory):
@@ -203,9 +204,8 @@ def test_host_memory_is_locked_piece_by_piece(runtime, cuda_memory):
 
 @pytest.mark.parametrize("status", [OUT_OF_MEMORY, 304, 800, 801])
 def test_what_the_system_refuses_to_lock_is_ordinary_memory(runtime, cuda_memory, status):
-    runtime.status, stream = status, SimpleNamespace(synchronize=lambda: None)
-    runtime.refuses = lambda size: size > PAGE
-    block = cuda_memory.HostBlock([PAGE, 3 * PAGE, PAGE], stream, piece_bytes=PAGE)
+    runtime.status, runtime.refuses = status, lambda size: size > PAGE
+    block = cuda_memory.HostBlock([PAGE, 3 * PAGE, PAGE], STILL, piece_bytes=PAGE)
     assert block.unpinned_bytes == 3 * PAGE
     block.view(PAGE, 3 * PAGE)[:] = 1
     del block
@@ -213,19 +213,19 @@ def test_what_the_system_refuses_to_lock_is_ordinary_memory(runtime, cuda_memory
     assert [call[0] for call in runtime.calls].count("unlock") == 2
     runtime.status = LAUNCH_FAILURE
     with pytest.raises(CudaError, match="719"):
-        cuda_memory.HostBlock([3 * PAGE], stream)
+        cuda_memory.HostBlock([3 * PAGE], STILL)
 
 
 def test_host_memory_says_where_it_is_and_how_long_it_took(runtime, cuda_memory, monkeypatch):
-    asked, stream = [], SimpleNamespace(synchronize=lambda: None)
+    asked = []
     monkeypatch.setattr(cuda_memory, "numa_node", lambda address: asked.append(address) or 1)
     for is_bound, place in ((True, "on NUMA node 1"), (False, "not bound to NUMA node 1: refused")):
         monkeypatch.setattr(cuda_memory, "bind", lambda block, node, is_bound=is_bound: is_bound)
-        said = str(cuda_memory.HostBlock([PAGE, PAGE], stream, piece_bytes=PAGE))
+        said = str(cuda_memory.HostBlock([PAGE, PAGE], STILL, piece_bytes=PAGE))
         times = r"written in \d+\.\d s \(\d+\.\d GB/s\), pinned in \d+\.\d s \(\d+\.\d GB/s\)"
         assert re.fullmatch(rf"Host memory: 8,192 bytes in 2 pieces, {place}: {times}", said), said
     assert asked == ["0000:3a:00.0"] * 2
-    empty = cuda_memory.HostBlock([0, 0], stream)
+    empty = cuda_memory.HostBlock([0, 0], STILL)
     assert empty.num_bytes == 0 and empty.view(0, 0).nbytes == 0 and not empty.unpinned_bytes
 
 
@@ -266,16 +266,15 @@ def test_write_combined_memory_is_the_drivers(runtime, cuda_memory, monkeypatch)
 
 
 def test_write_combined_memory_that_is_refused_is_ordinary(runtime, cuda_memory):
-    runtime.status, stream = 801, SimpleNamespace(synchronize=lambda: None)
+    runtime.status, sizes = 801, [PAGE, 3 * PAGE]
     runtime.refuses = lambda size: size > 2 * PAGE and any(call[0] == "allocate" for call in runtime.calls)
-    block = cuda_memory.HostBlock([PAGE, 3 * PAGE], stream, piece_bytes=PAGE, write_combined=True)
+    block = cuda_memory.HostBlock(sizes, STILL, piece_bytes=PAGE, write_combined=True)
     gc.collect()
-    kinds = [call[0] for call in runtime.calls]
     assert not block.is_combined and block.unpinned_bytes == 3 * PAGE
-    assert kinds == ["allocate", "free on the host", "lock"]
+    assert [call[0] for call in runtime.calls] == ["allocate", "free on the host", "lock"]
     runtime.status = LAUNCH_FAILURE
     with pytest.raises(CudaError, match="719"):
-        cuda_memory.HostBlock([PAGE, 3 * PAGE], stream, write_combined=True)
+        cuda_memory.HostBlock(sizes, STILL, piece_bytes=PAGE, write_combined=True)
 
 
 @pytest.mark.parametrize(
@@ -294,40 +293,40 @@ def test_kernels_read_locked_memory_by_the_hosts_addresses_alone(
         assert "refuses write-combined memory" in backend.notices[0]
 
 
-def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, cuda_memory):
-    """A program's launches and the graph of it: CUDA's status, or a library's words."""
-    stream = Stream()
-    stream.synchronize = lambda: None
-    lacking = (CudaError(OUT_OF_MEMORY), RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"))
-    for error in (*lacking, RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")):
-        with pytest.raises(RefusedMemoryError, match="one of its libraries") as caught:
-            cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
-        assert caught.value.num_bytes is None and caught.value.free_bytes == 2**30
-    for error in (CudaError(LAUNCH_FAILURE), RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")):
-        with pytest.raises(type(error), match=str(error)):
-            cuda._Program([Launch(raising(error))], {"main": stream}, use_graphs=False)()
-
-
-def test_a_library_that_lacks_memory_before_the_first_step_is_told_too(cuda, monkeypatch):
-    """While algorithms are timed, and while memory is allocated; what fails otherwise stays what it is."""
+@pytest.mark.parametrize(
+    ("error", "is_lack"),
+    [
+        (CudaError(OUT_OF_MEMORY), True),
+        (RuntimeError("CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), True),
+        (MemoryError("Out of memory allocating 512 bytes"), True),
+        (RefusedMemoryError("the host refused 3 bytes", home="host", num_bytes=3, free_bytes=2), False),
+        (CudaError(LAUNCH_FAILURE), False),
+        (RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED"), False),
+        (KeyError("x"), False),
+    ],
+    ids=str,
+)
+def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, monkeypatch, error, is_lack):
+    """By CUDA's status or a library's words: while algorithms are timed or memory is allocated, and within a program.
+    What fails otherwise stays what it is."""
     monkeypatch.setattr(sys.modules["cupy.cuda"], "Stream", lambda non_blocking: Stream())
-    lacking = (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), MemoryError("Out of memory allocating 512 bytes"))
+    monkeypatch.setattr(cuda, "Gemms", lambda _: SimpleNamespace(prepare=lambda _: raising(error)()))
+    monkeypatch.setattr(cuda, "DeviceMemory", lambda *_, **flags: raising(error)())
+    monkeypatch.setattr(cuda, "planned_problem", lambda *_: "a product")
+    monkeypatch.setattr(cuda, "record", lambda op: SimpleNamespace(is_linear=True))
     result = SimpleNamespace(forms=(None,), ref=None, accumulate=False)
     call = SimpleNamespace(op="linear_forward", outputs=(result,), inputs=())
-    own = RefusedMemoryError("the host refused 3 bytes", home="host", num_bytes=3, free_bytes=2)
-    for error, expected in (*((one, RefusedMemoryError) for one in lacking), (KeyError("x"), KeyError), (own, own)):
-        monkeypatch.setattr(cuda, "Gemms", lambda _, error=error: SimpleNamespace(prepare=lambda _: raising(error)()))
-        monkeypatch.setattr(cuda, "DeviceMemory", lambda *_, error=error, **flags: raising(error)())
-        monkeypatch.setattr(cuda, "planned_problem", lambda *_: "a product")
-        monkeypatch.setattr(cuda, "record", lambda op: SimpleNamespace(is_linear=True))
-        backend = cuda.CudaBackend()
-        for work in (
-            lambda backend=backend: backend.prepare([call]),
-            lambda backend=backend: backend.memory(Needs({}, {})),
-        ):
-            with pytest.raises(expected if isinstance(expected, type) else type(expected)) as caught:
-                work()
-            assert (caught.value is error) == (error in (own,) or expected is KeyError)
+    backend = cuda.CudaBackend()
+    program = cuda._Program([Launch(raising(error))], {"main": Stream()}, use_graphs=False)
+    for work in (lambda: backend.prepare([call]), lambda: backend.memory(Needs({}, {})), program):
+        with pytest.raises(RefusedMemoryError if is_lack else type(error)) as caught:
+            work()
+        if is_lack:
+            assert "one of its libraries" in str(caught.value)
+            assert caught.value.num_bytes is None and caught.value.free_bytes == 2**30
+        else:
+            assert caught.value is error
 
 
 def raising(error):
@@ -361,15 +360,6 @@ def test_memory_in_a_cycle_is_freed_before_its_stream_is_gone(runtime, cuda_memo
     del stream, owner
     gc.collect()
     assert runtime.calls == [("wait", 7), ("free", 4096)]
-
-
-def test_random_numbers_are_copied_in_the_order_of_the_stream(runtime):
-    """Copies that follow are on it too, and it does not wait for others."""
-    size = 4 * algorithms.PATTERN
-    algorithms.fill_random(4096, 3 * size, "fp32", 7)
-    first, wait, *more = runtime.calls
-    assert first == ("copy", 4096, size, runtime.memcpyHostToDevice, 7) and wait == ("wait", 7)
-    assert [call[2:] for call in more] == [(size, runtime.memcpyDeviceToDevice, 7)] * 2
 
 
 class Stream:

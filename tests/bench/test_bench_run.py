@@ -11,7 +11,7 @@ from tiny_engines import tiny
 from llmq.backends.host import HostBackend
 from llmq.bench import configuration
 from llmq.bench import run as bench_run
-from llmq.bench.configuration import Configuration, configurations
+from llmq.bench.configuration import Configuration, configurations, name_of
 from llmq.bench.ladder import Ceilings, Machine
 from llmq.bench.run import measured
 from llmq.cli import bench, shell
@@ -47,70 +47,62 @@ def quick(monkeypatch):
     monkeypatch.setattr("llmq.bench.ladder._host_copy", lambda: 1e10)
 
 
+@pytest.fixture
+def measure(shape, tmp_path, capsys):
+    """Runs the command on the tiny model, with options in place of the shape's; what it printed, and what it saved."""
+
+    def run_with(*arguments, without=()):
+        given = [part for part in shape if not part.startswith(tuple(without))]
+        assert run([*given, *arguments, f"--save={tmp_path}/out.json"]) == 0
+        return capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+
+    return run_with
+
+
 def run(arguments):
     return shell.run(bench.command, arguments)
 
 
-def test_the_command_prints_and_saves(shape, tmp_path, capsys):
-    assert run([*shape, "--dtypes=fp32,e4m3", f"--save={tmp_path}/out.json"]) == 0
-    told = capsys.readouterr().out
+def test_the_command_prints_and_saves(measure, tmp_path):
+    told, saved = measure("--dtypes=fp32,e4m3")
     for part in ("tokens/s (", "of the speed of light", "of the measured ceilings", " planned, ", "roofline ms"):
         assert part in told, part
     assert "gaps" in told or "overlap" in told
-    saved = json.loads((tmp_path / "out.json").read_text())
     assert saved["command"].startswith(f"llmq-bench --models={tmp_path} ") and saved["schema"] == 3
     assert saved["ceilings"] == {"flops": dict.fromkeys(("bf16", "e4m3", "fp32"), 1e11), "bytes_per_s": 1e10}
     first, second = saved["results"]
     assert (first["dtype"], second["dtype"]) == ("fp32", "e4m3") and first["precision"]["m"] == "fp32"
     assert first["tokens_per_second"]["median"] > 0 and first["sol"] > 0 and len(first["losses"]) == 3
-    assert "quantize" in {rung["family"] for rung in second["ladder"]}
+    assert "quantize" in {rung["family"] for rung in second["ladder"]} and first["deterministic"] is True
     assert second["precision"]["m"] == second["precision"]["master"] == "bf16"
-    assert first["deterministic"] is True
 
 
-def test_adapters_are_measured(shape, tmp_path, capsys):
+def test_adapters_are_measured(measure, shape):
     """On a frozen base, whose products are fewer; the file says what was trained."""
-    adapted = ["--lora-rank=4", "--lora-targets=mlp", "--base-dtype=nf4", "--adapter-dtype=bf16"]
-    assert run([*shape, "--dtypes=bf16,e4m3", *adapted, f"--save={tmp_path}/out.json"]) == 0
-    assert "e4m3 2x16, rank 4 on nf4, 64 tokens a step" in capsys.readouterr().out.replace("\n", " ")
-    for one in json.loads((tmp_path / "out.json").read_text())["results"]:
-        assert (one["lora_rank"], one["base_dtype"]) == (4, "nf4") and one["sol"] > 0
-        assert (one["precision"]["master"], one["precision"]["m"]) == ("bf16", "fp32")
+    adapted = ["--lora-rank=4", "--lora-targets=mlp", "--base-dtype=nf4", "--adapter-dtype=bf16", "--dora"]
+    told, saved = measure("--dtypes=e4m3", *adapted)
+    assert "e4m3 2x16, DoRA of rank 4 on nf4, 64 tokens a step" in told.replace("\n", " ")
+    (one,) = saved["results"]
+    assert (one["lora_rank"], one["base_dtype"]) == (4, "nf4") and one["sol"] > 0
+    assert (one["precision"]["master"], one["precision"]["m"]) == ("bf16", "fp32")
+    assert name_of({**one, "dora": False}) == f"{one['model']} e4m3 2x16, rank 4 on nf4"
     assert run([*shape, "--dtypes=bf16", "--base-dtype=nf4"]) == UsageError.exit_code
 
 
-def test_what_saves_memory_is_measured(shape, tmp_path, capsys):
+def test_what_saves_memory_is_measured_and_single_ops_need_not_be_timed(measure):
     saving = ["--recompute=block", "--offload-residual", "--offload-optimizer", "--seq-tiles=2", "--fused-update"]
-    saving += ["--use-zero-copy", "--write-combined", "--no-persistent-quants"]
-    one_micro_batch = [part for part in shape if not part.startswith("--tokens")] + ["--tokens-per-step=32"]
-    assert run([*one_micro_batch, "--dtypes=bf16", *saving, f"--save={tmp_path}/out.json"]) == 0
-    (one,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    settings = one["settings"]
+    saving += ["--use-zero-copy", "--write-combined", "--no-persistent-quants", "--no-single-ops"]
+    told, saved = measure("--tokens-per-step=32", "--dtypes=bf16", *saving, without=["--tokens"])
+    (one,) = saved["results"]
+    settings, (rung,) = one["settings"], one["ladder"]
     assert settings["offload"] == ["residual"] and settings["host"] == ["m", "v"] and settings["seq_tiles"] == 2
     assert settings["fused"] and settings["zero_copy"] and settings["write_combined"]
-    assert not settings["persistent_quants"]
-    assert run([*one_micro_batch, "--dtypes=bf16", "--lora-rank=4", "--dora", "--lora-targets=mlp"]) == 0
-    assert "bf16 2x16, DoRA of rank 4" in capsys.readouterr().out.replace("\n", " ")
+    assert not settings["persistent_quants"] and "all ops" in told
+    assert rung["family"] == "all ops" and rung["ms"] == one["micro_batch_ms"] > rung["roofline_ms"] > 0
+    assert one["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not one["gaps_ms"]
 
 
-def test_single_ops_need_not_be_timed(shape, tmp_path, capsys):
-    assert run([*shape, "--no-single-ops", f"--save={tmp_path}/out.json"]) == 0
-    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    (rung,) = result["ladder"]
-    assert rung["family"] == "all ops" and rung["ms"] == result["micro_batch_ms"] > rung["roofline_ms"] > 0
-    assert result["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not result["gaps_ms"]
-    assert "all ops" in capsys.readouterr().out
-
-
-def test_several_batch_sizes_end_in_one_table(shape, tmp_path, capsys):
-    sizes = [part for part in shape if not part.startswith("--batch-size")]
-    assert run([*sizes, "--dtypes=fp32", "--batch-size=1,2,4", f"--save={tmp_path}/out.json"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "fp32" in line and "(" in line]
-    assert [next(part for part in row if "x16" in part) for row in rows[-3:]] == ["1x16", "2x16", "4x16"]
-    assert [r["batch_size"] for r in json.loads((tmp_path / "out.json").read_text())["results"]] == [1, 2, 4]
-
-
-def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
+def test_several_batch_sizes_end_in_one_table_and_one_that_does_not_fit_is_named(measure, shape, monkeypatch):
     fitting = Configuration.fitting_plan
 
     def plan(one, backend):
@@ -119,10 +111,12 @@ def test_a_batch_size_that_does_not_fit_is_named(shape, capsys, monkeypatch):
         return fitting(one, backend)
 
     monkeypatch.setattr(Configuration, "fitting_plan", plan)
-    sizes = [part for part in shape if not part.startswith("--batch-size")]
-    assert run([*sizes, "--dtypes=fp32", "--batch-size=1,2"]) == 0
-    assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in capsys.readouterr().out
-    assert run([*sizes, "--dtypes=fp32", "--batch-size=2"]) == MemoryLimitError.exit_code
+    told, saved = measure("--dtypes=fp32", "--batch-size=1,2,4", "--no-single-ops", without=["--batch-size"])
+    rows = [line.split() for line in told.splitlines() if "fp32" in line and "(" in line]
+    assert [next(part for part in row if "x16" in part) for row in rows[-2:]] == ["1x16", "4x16"]
+    assert [r["batch_size"] for r in saved["results"]] == [1, 4]
+    assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in told
+    assert run([*shape, "--dtypes=fp32"]) == MemoryLimitError.exit_code
 
 
 def test_fp8_on_a_card_without_it_is_an_error_with_the_fix():
@@ -190,29 +184,27 @@ def choose(where, request=None, **training):
     )
 
 
-def test_without_arguments_an_h200_measures_all_within_three_minutes(card):
-    seen, now = card()
-    choose(H200)
-    assert [(model, dtype, tokens) for model, dtype, _, tokens in seen] == [
-        (model, dtype, 65536) for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")
-    ]
-    assert now[0] < 175
+FIRST = ("Qwen2.5-0.5B", "bf16")
 
 
-@pytest.mark.parametrize(("name", "share"), [("RTX 4090", 0.3), ("GB10", 0.6), ("L4", 0.1)])
-def test_any_card_is_done_in_time(name, share, card):
-    seen, now = card(share, batch_size=4)
-    choose(Device("cuda", planned=gpus.named(name)))
-    assert seen[0][:2] == ("Qwen2.5-0.5B", "bf16") and now[0] < 180
-
-
-@pytest.mark.parametrize("share", [0.06, 1.5])
-def test_the_cpu_is_done_in_time_also_when_it_is_busy(share, card):
-    seen, now = card(share)
-    choose(CPU)
-    ((model, dtype, batch_size, tokens),) = seen
-    assert (model, dtype, batch_size) == ("tiny_llama3_50m", "fp32", 1) and 128 <= tokens <= 1024
-    assert now[0] < 180
+@pytest.mark.parametrize(
+    ("where", "share", "batch_size", "measured_first"),
+    [
+        (H200, 0.5, 32, [(model, dtype) for model in (FIRST[0], "Qwen2.5-1.5B") for dtype in ("bf16", "e4m3")]),
+        (GPU_4090, 0.3, 4, [FIRST]),
+        (Device("cuda", planned=gpus.named("GB10")), 0.6, 4, [FIRST]),
+        (Device("cuda", planned=gpus.named("L4")), 0.1, 4, [FIRST]),
+        (CPU, 0.06, 1, [("tiny_llama3_50m", "fp32")]),
+        (CPU, 1.5, 1, [("tiny_llama3_50m", "fp32")]),
+    ],
+    ids=["H200", "RTX 4090", "GB10", "L4", "busy CPU", "CPU"],
+)
+def test_without_arguments_any_device_is_done_within_three_minutes(where, share, batch_size, measured_first, card):
+    """A fast card measures all, and a slow one less."""
+    seen, now = card(share, batch_size)
+    choose(where)
+    assert [one[:2] for one in seen][: len(measured_first)] == measured_first and now[0] < 180
+    assert all(tokens == 65536 if where.kind == "cuda" else 128 <= tokens <= 1024 for *_, tokens in seen)
 
 
 def test_named_models_are_all_measured_in_full(card):
@@ -290,7 +282,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     assert again[1][1].spec.memory.attention_chunks == 1 and again[1][1].spec.batch_size < 4
 
 
-def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, capsys):
+def test_a_gpu_is_opened_measured_and_told_of(measure, monkeypatch):
     """The GPU's way through the command, with the host in the place of the GPU."""
     import fake_gpu
 
@@ -299,21 +291,17 @@ def test_a_gpu_is_opened_measured_and_told_of(shape, tmp_path, monkeypatch, caps
     monkeypatch.setattr(nvml, "read", lambda uuid, traffic=False: reading)
     monkeypatch.setattr(nvml, "num_others", lambda uuid: 2)
     monkeypatch.setattr(configuration, "CudaClock", configuration.Clock)
-    monkeypatch.setattr(
-        "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e14), 9e11)
-    )
+    ceilings = Ceilings({"bf16": 1e14}, 9e11)
+    monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: ceilings)
     monkeypatch.setattr(cuda_driver, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
-    arguments = [text for text in shape if text != "--device=cpu"]
-    assert run([*arguments, "--dtypes=bf16", "--no-deterministic", f"--save={tmp_path}/out.json"]) == 0
-    told = capsys.readouterr().out
+    told, saved = measure("--dtypes=bf16", "--no-deterministic", without=["--device"])
     assert "NVIDIA GeForce RTX 4090; driver unknown (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy 14.2" in told
     assert "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in told
     assert "SM clock 2,520 MHz, 402 W, up to 60 C, slowed by: power cap 100% of the time" in told
     assert "Warning: 2 other processes on the card" in told and "1.0 GiB in use on the card" in told
-    (saved,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    gpu = saved["gpu"]
-    assert saved["deterministic"] is False
-    assert gpu["sm_mhz"] == 2520 and gpu["throttled"] == {"power cap": 1.0} and gpu["other_processes"] == 2
+    (result,) = saved["results"]
+    assert result["deterministic"] is False and result["gpu"]["other_processes"] == 2
+    assert result["gpu"]["sm_mhz"] == 2520 and result["gpu"]["throttled"] == {"power cap": 1.0}
 
 
 def test_the_host_is_planned_as_the_trainer_plans(monkeypatch):
@@ -358,18 +346,13 @@ def test_what_fit_decides_is_not_given(given, training, num_ranks, message):
         configurations(BenchOptions(**given), {"fit": True, **training}, H200, num_ranks)
 
 
-def test_predicted_speeds_stand_beside_measured_ones(shape, monkeypatch, capsys, tmp_path):
+def test_predicted_speeds_stand_beside_measured_ones(measure, monkeypatch, tmp_path):
     """On a card whose rates are known; by hand, of the steps that were made."""
     monkeypatch.setattr(Device, "card", gpus.named("H200"))
-    assert run([*shape, "--dtypes=fp32", f"--save={tmp_path}/out.json"]) == 0
-    (saved,) = json.loads((tmp_path / "out.json").read_text())["results"]
-    config = from_folder(tmp_path)
-    (one,) = configurations(
-        BenchOptions(models=(str(tmp_path),), dtypes=("fp32",), batch_size=(2,), seq_len=16), {}, CPU
-    )
-    spec = Spec(config, one.precision, Memory(), Hyperparameters(), 2, 16)
-    seconds = step_seconds(make_plan(spec), sustained(gpus.named("H200")), 2)
-    rate = saved["predicted_tokens_per_second"]
-    assert rate == pytest.approx(64 / seconds)
-    assert f"predicted: {rate:,.0f} (+" in capsys.readouterr().out
-    monkeypatch.undo()
+    told, saved = measure("--dtypes=fp32", "--no-single-ops")
+    request = BenchOptions(models=(str(tmp_path),), dtypes=("fp32",), batch_size=(2,), seq_len=16)
+    (one,) = configurations(request, {}, CPU)
+    spec = Spec(from_folder(tmp_path), one.precision, Memory(), Hyperparameters(), 2, 16)
+    seconds, rate = step_seconds(make_plan(spec), sustained(gpus.named("H200")), 2), saved["results"][0]
+    assert rate["predicted_tokens_per_second"] == pytest.approx(64 / seconds)
+    assert f"predicted: {rate['predicted_tokens_per_second']:,.0f} (+" in told

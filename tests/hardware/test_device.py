@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -76,10 +77,7 @@ NO_CUPY = Problem("CuPy is not installed", "pip install 'llmq-train[cuda13]'", h
             "a GPU is there, but CuPy is not installed: training on the CPU "
             "(for the GPU: pip install 'llmq-train[cuda13]')",
         ),
-        (
-            {"driver": FakeDriver(gpus=(RTX_2080,))},
-            "a GPU is there, but NVIDIA GeForce RTX 2080 has compute capability",
-        ),
+        ({"driver": FakeDriver(gpus=(RTX_2080,))}, "a GPU is there, but NVIDIA GeForce RTX 2080 has compute"),
         ({"driver": FakeDriver(failure=100)}, "the NVIDIA driver (CUDA 13.0) sees no GPU: training on the CPU"),
     ],
 )
@@ -102,32 +100,24 @@ def test_a_problem_of_the_machine_is_told_whatever_is_installed(machine):
     assert device.cuda_backend_problem() is NO_CUPY
 
 
-def test_a_gpu_that_is_not_here_is_planned_for(machine):
+def test_a_gpu_that_is_not_here_is_planned_for_by_name_or_size(machine):
     machine()
     picked = device.pick_device(SystemOptions(device="cuda", gpu="NVIDIA H200"))
-    card = gpus.named("H200")
-    assert picked == Device("cuda", planned=card) == device.pick_device(SystemOptions(gpu="h200"))
-    assert device.memory_bytes(picked) == (card.total_bytes, card.free_bytes)
-    assert device.peaks(picked) == card.peaks
+    known = gpus.named("H200")
+    assert picked == Device("cuda", planned=known) == device.pick_device(SystemOptions(gpu="h200"))
+    assert device.memory_bytes(picked) == (known.total_bytes, known.free_bytes)
+    assert device.peaks(picked) == known.peaks
     facts = device.system_facts(picked)
     assert facts["device"] == "cuda: H200 (planned for, not used)" and "uuid" not in facts
     assert facts["peak"].startswith("989.4 TFLOP/s bf16, NVIDIA H200")
-
-
-def test_an_unknown_card_names_the_known_ones():
-    with pytest.raises(
-        UsageError, match="--gpu RTX 4085 is not a known card: give a size such as 24GiB, or one of RTX 40"
-    ):
-        device.pick_device(SystemOptions(gpu="RTX 4085"))
-
-
-def test_a_gpu_is_planned_for_by_its_size(machine):
-    machine()
     picked = device.pick_device(SystemOptions(gpu="24GiB"))
     assert device.memory_bytes(picked) == (24 * 2**30, 24 * 2**30 - gpus.CONTEXT_BYTES) and device.has_fp8(picked)
     facts = device.system_facts(picked)
     assert facts["device"] == "cuda: 24 GiB (planned for, not used)" and not {"peak", "SMs"} & facts.keys()
     assert facts["compute capability"].startswith("9.0, assumed")
+    message = "--gpu RTX 4085 is not a known card: give a size such as 24GiB, or one of RTX 40"
+    with pytest.raises(UsageError, match=message):
+        device.pick_device(SystemOptions(gpu="RTX 4085"))
 
 
 def test_a_named_gpu_is_for_dry_runs_only():
@@ -145,14 +135,15 @@ def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
         llmq.train(model="someone/model", train_file="t.bin", device="cuda")
 
 
+def card(name):
+    """A card that is planned for; the CPU without a name."""
+    return Device("cuda", planned=gpus.named(name)) if name else CPU
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "problem"),
     [
-        (
-            "A100 80GB",
-            "bf16",
-            r"packed rows in bf16 need a GPU of compute capability 9\.0 or later, and A100.* has 8\.0",
-        ),
+        ("A100 80GB", "bf16", r"packed rows in bf16 need .* capability 9\.0 or later, and A100.* has 8\.0"),
         ("RTX 4090", "bf16", r"compute capability 9\.0 or later, and RTX 4090 .* has 8\.9"),
         ("RTX 4090", "fp32", None),
         ("H200", "bf16", None),
@@ -161,32 +152,30 @@ def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
 )
 def test_packed_rows_in_bf16_need_hopper(name, dtype, problem):
     """Our own kernels for f32, and the CPU, take them everywhere."""
-    where = Device("cuda", planned=gpus.named(name)) if name else device.CPU
-    found = device.packing_problem(where, dtype)
+    found = device.packing_problem(card(name), dtype)
     assert found is None if problem is None else re.search(problem, found)
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "blockwise"])
-def test_scales_by_row_and_by_block_need_hopper(scaling):
-    for name, dotted in (("RTX 4090", "8.9"), ("B200", "10.0"), ("RTX 5090", "12.0")):
-        card = Device("cuda", planned=gpus.named(name))
-        message = rf"{scaling} needs .* 9\.0.*has {dotted}: use --fp8-scaling delayed or current"
-        with pytest.raises(UsageError, match=message):
-            device.refuse_dtypes(card, "e4m3", "bf16", scaling=scaling)
-        device.refuse_dtypes(card, "bf16", "bf16", scaling=scaling)
-        for works in ("delayed", "current"):
-            device.refuse_dtypes(card, "e4m3", "bf16", scaling=works)
-    device.refuse_dtypes(Device("cuda", planned=gpus.named("H200")), "e4m3", scaling=scaling)
-    device.refuse_dtypes(CPU, "e4m3", scaling=scaling)
+BY_BLOCK = "needs .* 9\\.0.*has {}: use --fp8-scaling delayed or current"
 
 
-def test_fp8_needs_a_card_that_has_it():
-    a100, h200 = (Device("cuda", planned=gpus.named(name)) for name in ("A100 80GB", "H200"))
-    with pytest.raises(UsageError, match=r"e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --matmul-dtype bf16"):
-        device.refuse_dtypes(a100, "e4m3", "bf16")
-    device.refuse_dtypes(a100, "bf16", "fp32")
-    device.refuse_dtypes(h200, "e4m3", "e4m3")
-    device.refuse_dtypes(CPU, "e4m3")
+@pytest.mark.parametrize(
+    ("name", "scaling", "refused"),
+    [
+        ("A100 80GB", "delayed", r"e4m3 needs .* 8\.9 .*A100 80GB .*has 8\.0: use --matmul-dtype bf16"),
+        *((name, scaling, None) for name in ("H200", None) for scaling in ("delayed", "rowwise", "blockwise")),
+        *((name, scaling, None) for name in ("RTX 4090", "B200", "RTX 5090") for scaling in ("delayed", "current")),
+        *(
+            (name, scaling, f"{scaling} {BY_BLOCK.format(capability)}")
+            for scaling in ("rowwise", "blockwise")
+            for name, capability in (("RTX 4090", "8.9"), ("B200", "10.0"), ("RTX 5090", "12.0"))
+        ),
+    ],
+)
+def test_fp8_needs_a_card_that_has_it_and_its_scales(name, scaling, refused):
+    with pytest.raises(UsageError, match=refused) if refused else nullcontext():
+        device.refuse_dtypes(card(name), "e4m3", "bf16", scaling=scaling)
+    device.refuse_dtypes(card(name), "bf16", "fp32", scaling=scaling)
 
 
 def test_facts_of_a_gpu(machine, monkeypatch):

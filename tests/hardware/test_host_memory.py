@@ -37,6 +37,9 @@ def group(folder, limit, used, name="memory.max", current="memory.current"):
     return {f"sys/fs/cgroup/{folder}{name}": f"{limit * 1024}\n", f"sys/fs/cgroup/{folder}{current}": f"{used * 1024}"}
 
 
+RUN, JOB = {"proc/self/cgroup": "0::/user/run\n"}, {"proc/self/cgroup": "4:memory:/job\n"}
+CACHED = "anon 1000\nfile 3071500\nactive_file 500\ninactive_file 3070976\n"
+CACHED_V1 = "inactive_file 7\ntotal_inactive_file 3070976\n"
 V1 = {"name": "memory.limit_in_bytes", "current": "memory.usage_in_bytes"}
 
 
@@ -55,38 +58,16 @@ def unlimited(page, folder="memory/"):
         # what cgroup v1 says where there is no limit, with pages of 4, 16 and 64 KiB; a limit of a group above counts
         *((unlimited(page), (8000, 6000)) for page in (4, 16, 64)),
         *(({**GROWS, **unlimited(page)}, (8000, 6000)) for page in (4, 16, 64)),
-        (
-            {
-                **GROWS,
-                "proc/self/cgroup": "4:memory:/job\n",
-                **unlimited(4, "memory/job/"),
-                **group("memory/", 64000, 1000, **V1),
-            },
-            (64000, 63000),
-        ),
+        ({**GROWS, **JOB, **unlimited(4, "memory/job/"), **group("memory/", 64000, 1000, **V1)}, (64000, 63000)),
         (group("memory/", 2000, 1000, **V1), (2000, 1000)),
-        (
-            {
-                **group("", 4000, 3999),
-                "sys/fs/cgroup/memory.stat": "anon 1000\nfile 3071500\nactive_file 500\ninactive_file 3070976\n",
-            },
-            (4000, 3000),
-        ),
-        (
-            {
-                **group("memory/", 4000, 3999, **V1),
-                "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 3070976\n",
-            },
-            (4000, 3000),
-        ),
+        # files that a container has read are no use of it
+        ({**group("", 4000, 3999), "sys/fs/cgroup/memory.stat": CACHED}, (4000, 3000)),
+        ({**group("memory/", 4000, 3999, **V1), "sys/fs/cgroup/memory/memory.stat": CACHED_V1}, (4000, 3000)),
         # the group of this process, and those that it is in
-        ({"proc/self/cgroup": "0::/user/run\n", **group("user/", 5000, 1000)}, (5000, 4000)),
+        ({**RUN, **group("user/", 5000, 1000)}, (5000, 4000)),
+        ({**RUN, **group("user/", 5000, 1000), **group("user/run/", 4500, 100)}, (4500, 4000)),
         (
-            {"proc/self/cgroup": "0::/user/run\n", **group("user/", 5000, 1000), **group("user/run/", 4500, 100)},
-            (4500, 4000),
-        ),
-        (
-            {"proc/self/cgroup": "9:cpu:/c\n4:memory:/job:1\n0::/\n", **group("memory/job:1/", 3000, 500, **V1)},
+            {"proc/self/cgroup": "9:cpu:/c\n4:memory:/j:1\n0::/\n", **group("memory/j:1/", 3000, 500, **V1)},
             (3000, 2500),
         ),
         ({"proc/self/cgroup": "0::/../elsewhere\n", **group("", 4000, 1000)}, (4000, 3000)),
@@ -98,7 +79,6 @@ def unlimited(page, folder="memory/"):
     ],
 )
 def test_memory_obeys_the_limits_of_containers(files, kilobytes, tmp_path):
-    """Files that a container has read are no use of it."""
     write(tmp_path, {"proc/meminfo": MEMINFO, **files})
     assert host_memory_bytes(tmp_path) == tuple(1024 * k for k in kilobytes)
     assert free_now_bytes(tmp_path) == 1024 * min(6000, kilobytes[1])

@@ -197,8 +197,8 @@ def importance(d: Draw, s: Sizes) -> Made:
 
 def dropout(d: Draw, s: Sizes) -> Made:
     """A piece of the batch that begins within a row of tokens and ends within another."""
-    shape, samples = (s.b * s.t - 5, s.c), np.arange(-1, s.b - 1, dtype=np.int32)
-    inputs = {"x": d.normal(shape), "samples": samples, "residual": d.normal(shape)}
+    shape = (s.b * s.t - 5, s.c)
+    inputs = {"x": d.normal(shape), "samples": samples(d, s), "residual": d.normal(shape)}
     numbers = {"rate": 0.3, "seed": 3 + 2**40, "stream": 0xF1234567, "first": 3, "length": s.t}
     return {"outputs": {"out": shape}, "inputs": inputs, "numbers": numbers}
 
@@ -357,70 +357,66 @@ def scale_update(d: Draw, s: Sizes) -> Made:
     return {"outputs": outputs, "inputs": inputs, "stat": " ".join((*inputs, *outputs))}
 
 
-def plain(outputs: dict[str, Axes], inputs: dict[str, Axes], stat: str = "", **numbers: object) -> Maker:
-    """The case of an op whose inputs are normal numbers."""
-    return lambda d, s: {
-        "outputs": outputs,
-        "inputs": {name: d.normal(axes) for name, axes in inputs.items()},
-        "numbers": numbers,
-        "stat": stat,
-    }
+Given = Axes | Callable[[Draw, Sizes], np.ndarray]  # axes of normal numbers, or what draws them
 
 
+def plain(
+    outputs: dict[str, Axes], inputs: dict[str, Given], stat: str = "", colsum: str = "", **numbers: Any
+) -> Maker:
+    """The case of an op whose inputs are drawn one by one."""
+
+    def made(d: Draw, s: Sizes) -> Made:
+        values = {name: given(d, s) if callable(given) else d.normal(given) for name, given in inputs.items()}
+        shapes = {name: axes(s) if callable(axes) else axes for name, axes in outputs.items()}
+        return {"outputs": shapes, "inputs": values, "numbers": numbers, "stat": stat, "colsum": colsum}
+
+    return made
+
+
+def uniform(low: float, high: float, axes: Given) -> Given:
+    """Numbers between two."""
+    return lambda d, s: d.uniform(low, high, axes(s) if callable(axes) else axes)
+
+
+def samples(d: Draw, s: Sizes) -> np.ndarray:
+    """Places of rows in a run, one of them 2^32 - 1."""
+    return np.arange(-1, s.b - 1, dtype=np.int32)
+
+
+def wide(s: Sizes) -> tuple[int, ...]:
+    """Of gate and up."""
+    return s.b, s.t, 2 * s.f
+
+
+SCALES, CELL = uniform(0.5, 2, "c"), uniform(0.5, 2, "1")
 # Of each op: the axes of outputs, the values of inputs, numbers; the names of what is never bf16, and of column sums.
 CASES: dict[str, Maker] = {
     **{op: globals()[op] for op in OPS if op in globals()},
-    "embedding_forward": lambda d, s: {
-        "outputs": {"res": "btc"},
-        "inputs": {"tokens": often(d, s), "weight": d.normal("pc")},
-    },
-    "embedding_backward": lambda d, s: {
-        "outputs": {"d_weight": "pc"},
-        "inputs": {"d_res": d.normal("btc"), "tokens": often(d, s)},
-    },
-    "embedding_noise": lambda d, s: {
-        "outputs": {"out": "btc"},
-        "inputs": {"res": d.normal("btc"), "samples": np.arange(-1, s.b - 1, dtype=np.int32)},
-        "numbers": {"alpha": 5.0, "seed": 3 + 2**40, "stream": 0xF1234567},
-    },
+    "embedding_forward": plain({"res": "btc"}, {"tokens": often, "weight": "pc"}),
+    "embedding_backward": plain({"d_weight": "pc"}, {"d_res": "btc", "tokens": often}),
+    "embedding_noise": plain(
+        {"out": "btc"}, {"res": "btc", "samples": samples}, alpha=5.0, seed=3 + 2**40, stream=0xF1234567
+    ),
     "virtual_tokens_forward": lambda d, s: virtual_tokens(d, s, {"out": "btq"}, False),
     "virtual_tokens_backward": lambda d, s: virtual_tokens(
         d, s, {"d_x": "btq", "d_virtual": (3, 2 * s.hkv * s.hd)}, True
     ),
-    "scale_columns_forward": lambda d, s: {
-        "outputs": {"y": "btc"},
-        "inputs": {
-            "x": d.normal("btc"),
-            "gain": d.uniform(0.5, 2, "c"),
-            "bias": d.normal("c"),
-            "residual": d.normal("btc"),
-        },
-        "stat": "gain",
-    },
-    "scale_columns_backward": lambda d, s: {
-        "outputs": {"d_x": "btc", "d_gain": "c"},
-        "inputs": {"d_y": d.normal("btc"), "x": d.normal("btc"), "gain": d.uniform(0.5, 2, "c")},
-        "stat": "gain d_gain",
-    },
-    "output_gain_backward": lambda d, s: {
-        "outputs": {"d_magnitude": "f"},
-        "inputs": {"d_gain": d.normal("f"), "norm": d.uniform(1, 2, "f")},
-        "stat": "d_gain norm",
-    },
-    "importance_sums": lambda d, s: {
-        "outputs": {"sums": (num_norm_tiles((3 * s.f, s.c)), s.c)},
-        "inputs": {name: d.uniform(0, 1, (3 * s.f, s.c)) for name in ("sensitivity", "uncertainty")},
-        "numbers": {"of_columns": True},
-        "stat": "sums sensitivity uncertainty",
-    },
+    "scale_columns_forward": plain({"y": "btc"}, {"x": "btc", "gain": SCALES, "bias": "c", "residual": "btc"}, "gain"),
+    "scale_columns_backward": plain(
+        {"d_x": "btc", "d_gain": "c"}, {"d_y": "btc", "x": "btc", "gain": SCALES}, "gain d_gain"
+    ),
+    "output_gain_backward": plain({"d_magnitude": "f"}, {"d_gain": "f", "norm": uniform(1, 2, "f")}, "d_gain norm"),
+    "importance_sums": plain(
+        {"sums": lambda s: (num_norm_tiles((3 * s.f, s.c)), s.c)},
+        dict.fromkeys(("sensitivity", "uncertainty"), uniform(0, 1, lambda s: (3 * s.f, s.c))),
+        "sums sensitivity uncertainty",
+        of_columns=True,
+    ),
     "rmsnorm_forward": plain({"x": "btc", "rstd": "bt"}, {"res": "btc", "weight": "c"}, "rstd", eps=1e-5),
     "rope_forward": lambda d, s: rope(d, s, "out", "qkv"),
     "rope_backward": lambda d, s: rope(d, s, "d_qkv", "d_out"),
-    "swiglu_forward": lambda d, s: {"outputs": {"act": "btf"}, "inputs": {"gate_up": d.normal((s.b, s.t, 2 * s.f))}},
-    "swiglu_backward": lambda d, s: {
-        "outputs": {"d_gate_up": (s.b, s.t, 2 * s.f)},
-        "inputs": {"d_act": d.normal("btf"), "gate_up": d.normal((s.b, s.t, 2 * s.f))},
-    },
+    "swiglu_forward": plain({"act": "btf"}, {"gate_up": lambda d, s: d.normal(wide(s))}),
+    "swiglu_backward": plain({"d_gate_up": wide}, {"d_act": "btf", "gate_up": lambda d, s: d.normal(wide(s))}),
     "linear_forward": plain({"y": "btf"}, {"x": "btc", "weight": "fc", "bias": "f", "residual": "btf"}),
     "linear_dgrad": plain({"d_x": "btc"}, {"d_y": "btf", "weight": "fc", "residual": "btc"}),
     "linear_wgrad": plain({"d_weight": "fc"}, {"d_y": "btf", "x": "btc"}),
@@ -429,35 +425,23 @@ CASES: dict[str, Maker] = {
         "inputs": {"d_y": d.normal("btf"), "low": d.normal((s.b, s.t, 16)), "up": d.normal((s.f, 16))},
         "numbers": {"alpha": 0.5},
     },
-    "bias_backward": lambda d, s: {"outputs": {"d_bias": "f"}, "inputs": {"d_y": d.normal("btf")}, "colsum": "d_y"},
-    "penalize": lambda d, s: {
-        "outputs": {"out": "b1p", "new_seen": "bp"},
-        "inputs": {"logits": d.normal("b1p"), "seen": d.below(2, "bp"), "tokens": d.below(s.v, "b1")},
-        "numbers": {"penalty": 1.3},
-        "stat": "out new_seen",
-    },
-    "sum_squares": lambda d, s: {
-        "outputs": {"partials": (num_norm_tiles((s.vp, s.c)),)},
-        "inputs": {"grad": d.normal("pc")},
-        "stat": "partials",
-    },
+    "bias_backward": plain({"d_bias": "f"}, {"d_y": "btf"}, colsum="d_y"),
+    "penalize": plain(
+        {"out": "b1p", "new_seen": "bp"},
+        {"logits": "b1p", "seen": lambda d, s: d.below(2, "bp"), "tokens": lambda d, s: d.below(s.v, "b1")},
+        "out new_seen",
+        penalty=1.3,
+    ),
+    "sum_squares": plain({"partials": lambda s: (num_norm_tiles((s.vp, s.c)),)}, {"grad": "pc"}, "partials"),
     "grad_scale": lambda d, s: scale_of_step(d, {"partials": d.uniform(0, 9, "c"), **d.cells("loss_total")}, "norm"),
     "last_norm_scale": lambda d, s: scale_of_step(d, d.cells("norm", "last_norm", "loss_total"), "new_last_norm"),
-    "apply_if_finite": lambda d, s: {
-        "outputs": {"out": "1"},
-        "inputs": {"partials": d.uniform(0, 9, "p"), **d.cells("apply")},
-        "stat": "out partials apply",
-    },
+    "apply_if_finite": plain({"out": "1"}, {"partials": uniform(0, 9, "p"), "apply": CELL}, "out partials apply"),
     **dict.fromkeys(("cast", "copy_to_host", "copy_to_device"), plain({"out": "btc"}, {"x": "btc"})),
     "all_gather": lambda d, s: rows_of_one_rank(d, s, "out"),
     "reduce_scatter": lambda d, s: rows_of_one_rank(d, s, "out"),
     "all_to_all": lambda d, s: rows_of_one_rank(d, s, "pieces", 0),  # alone, there are no others
     "all_reduce": plain({"out": "c"}, {"x": "c"}),
-    "sum_pieces": lambda d, s: {
-        "outputs": {"out": "tc"},
-        "inputs": {"own": d.normal("tc"), "pieces": d.normal((3, s.t, s.c))},
-        "numbers": {"rank": 1},
-    },
+    "sum_pieces": plain({"out": "tc"}, {"own": "tc", "pieces": lambda d, s: d.normal((3, s.t, s.c))}, rank=1),
     "amax_scale": plain({"scale": "1"}, {"x": "btc"}, "scale", limit=448.0),
     "quantize": plain({"out": "btc", "scale": "1"}, {"x": "btc"}, "scale", limit=448.0),
     "amax": plain({"out": "1"}, {"x": "btc"}, "out", in_bf16=False),

@@ -34,16 +34,16 @@ def test_what_was_chosen_is_found_by_the_next_process(tmp_path):
     assert list(table.facts()["algorithms"]) == ["b"], "a run carries what it used"
 
 
-def test_the_file_belongs_to_one_device_and_library(tmp_path):
-    stored(tmp_path, "a")
+def test_algorithms_belong_to_one_device_and_library(tmp_path):
+    """In the file, in one of the same name that is another's, and in what a run carries."""
+    path = stored(tmp_path, "a").path
     for other in ("NVIDIA H100, 132 SMs, cuBLASLt 130100", "NVIDIA H200, 132 SMs, cuBLASLt 130200"):
         assert Algorithms(other, folder=tmp_path).find("a") is None
-
-
-def test_a_file_of_another_device_under_the_same_name_is_not_believed(tmp_path):
-    path = stored(tmp_path, "a").path
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"device": "another"}))
+        run = Algorithms(other, folder=tmp_path / "run")
+        run.add("a", choice(7))
+        moved = Algorithms(DEVICE, given=run.facts(), folder=tmp_path / "empty")
+        assert not moved.given_fits and moved.find("a") is None
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "another"}))
     assert Algorithms(DEVICE, folder=tmp_path).find("a") is None
 
 
@@ -109,14 +109,6 @@ def test_a_table_is_for_what_the_library_was_asked_for(monkeypatch):
     smaller = cublaslt.device_key()
     lt.ReductionScheme.COMPUTE_TYPE = 6
     assert len({plain, smaller, cublaslt.device_key()}) == 3
-
-
-def test_algorithms_of_another_device_are_not_used(tmp_path):
-    run = Algorithms("NVIDIA L4, 58 SMs, cuBLASLt 130100", folder=tmp_path)
-    run.add("a", choice(7))
-    moved = Algorithms(DEVICE, given=run.facts(), folder=tmp_path)
-    assert not moved.given_fits
-    assert moved.find("a") is None
 
 
 def test_processes_add_to_one_file_and_a_reader_always_sees_a_whole_one(tmp_path):
