@@ -96,6 +96,8 @@ def test_a_chat_answers_each_line_with_all_turns_before_it(run):
     first = run("--prompt=<system>Be brief</><user>Aye</><you>")[1]
     second = run(f"--prompt=<system>Be brief</><user>Aye</><assistant>{first[:-1]}</><user>ROMEO</><you>")[1]
     assert code == 0 and text == first + second
+    code, _, told = run("--chat", "--max-length=10", said="What say'st thou, ROMEO? 10 ships\n")
+    assert code == errors.UsageError.exit_code and "--max-length is 10: begin a new one" in told
 
 
 def test_an_end_token_ends_a_text_unless_it_is_ignored(run, model, tmp_path):
@@ -111,11 +113,6 @@ def test_an_end_token_ends_a_text_unless_it_is_ignored(run, model, tmp_path):
     count = before["new_tokens"].index(before["new_tokens"][2])
     assert (ended["new_tokens"], ended["finish_reason"]) == (before["new_tokens"][:count], "stop")
     assert ignored == before
-
-
-def test_a_chat_that_is_too_long_is_one_message(run):
-    code, _, told = run("--chat", "--max-length=10", said="What say'st thou, ROMEO? 10 ships\n")
-    assert code == errors.UsageError.exit_code and "--max-length is 10: begin a new one" in told
 
 
 def test_a_model_without_a_tokenizer_or_a_template_says_so(run, model, tmp_path):

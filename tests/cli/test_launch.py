@@ -60,11 +60,8 @@ def test_the_ranks_of_the_second_machine(groups, monkeypatch):
     assert (first.master_addr, first.master_port, first.token, first.join_s) == ("node0", 29400, "given", 5.0)
     same = ("--nnodes=3", "--node-rank=1", "--master-addr=node0", "--master-port=29400", "--gpus=2", "--join-timeout=5")
     assert first.start == ("llmq-launch", *same, "--")
-
-
-def test_ranks_know_what_starts_as_many_on_the_cpu(groups):
     launches("--procs=3", "--", *RUN, "--device=cpu")
-    assert groups[0][0].first.start == ("llmq-launch", "--procs=3", "--")
+    assert groups[1][0].first.start == ("llmq-launch", "--procs=3", "--")
 
 
 def test_machines_of_one_user_have_one_token(groups, monkeypatch, tmp_path):
@@ -113,17 +110,9 @@ def machines(tmp_path):
         environ |= {"LLMQ_JOB_TOKEN": "token"}
         flags = ["--nnodes=2", "--master-addr=localhost", f"--master-port={free_port()}", "--procs=1"]
         command = [sys.executable, "-c", script, *flags, "--join-timeout=60"]
-        started = [
-            subprocess.Popen(
-                [*command, f"--node-rank={node}", "--", *RUN, *arguments],
-                cwd=tmp_path,
-                env=environ,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in (0, 1)
-        ]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ends = [[f"--node-rank={node}", "--", *RUN, *arguments] for node in (0, 1)]
+        started = [subprocess.Popen([*command, *end], cwd=tmp_path, env=environ, **streams) for end in ends]
         said = [machine.communicate(timeout=120)[0] for machine in started]
         return [machine.returncode for machine in started], said
 

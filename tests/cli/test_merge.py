@@ -86,9 +86,8 @@ def test_the_changes_of_adapters_are_added_up(folder, family, tmp_path, capsys):
     assert code == 0 and "linear maps changed" in text
     base = load_file(folder / family / "model.safetensors")
     base.setdefault("lm_head.weight", base["model.embed_tokens.weight"])
-    changes = [
-        {n.removeprefix(PREFIX): v for n, v in load_file(n_ / "adapter_model.safetensors").items()} for n_ in names
-    ]
+    stored = [load_file(name / "adapter_model.safetensors") for name in names]
+    changes = [{name.removeprefix(PREFIX): value for name, value in each.items()} for each in stored]
     for name, value in base.items():
         wanted = value.astype(np.float64)
         for weight, change in zip((0.5, 2), changes, strict=True):
@@ -115,11 +114,8 @@ def test_what_is_written_with_an_adapter_is_what_the_merged_model_writes(folder,
     (tmp_path / "prompts").write_text('{"tokens": [5, 6, 7, 8]}\n{"tokens": [9, 3]}\n')
     asked = [f"--prompts={tmp_path / 'prompts'}", "--device=cpu", "--max-tokens=12", "--ignore-end"]
     said = []
-    for model, more in (
-        (tmp_path / "out", []),
-        (folder / family, [f"--adapter={folder / family}-1"]),
-        (folder / family, []),
-    ):
+    base, adapter = folder / family, [f"--adapter={folder / family}-1"]
+    for model, more in ((tmp_path / "out", []), (base, adapter), (base, [])):
         capsys.readouterr()
         assert shell.run(generate, [f"--model={model}", *more, *asked]) == 0
         said.append(capsys.readouterr().out)

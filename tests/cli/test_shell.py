@@ -30,24 +30,24 @@ COMMANDS = {
 PATHS = {"plot": {"runs", "output"}, "tokenize_data": {"inputs", "tokenizer", "out_dir"}, "export_wandb": {"log_file"}}
 
 
+def process(*arguments, first="", **streams):
+    """A Python process that finds modules in the folder `first` before all others."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, (first, ROOT))))}
+    return subprocess.run([sys.executable, *arguments], env=environment, check=False, **streams)
+
+
 def to_a_full_disk(*arguments):
-    """A Python process whose stdout cannot be written."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """A process whose stdout cannot be written."""
     with open("/dev/full", "w") as full:
-        return subprocess.run(
-            [sys.executable, *arguments], stdout=full, stderr=subprocess.PIPE, env=environment, check=False
-        )
+        return process(*arguments, stdout=full)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_a_version(name, capsys):
+def test_every_command_has_help_and_a_version_and_refuses_long_options_with_one_dash(name, capsys):
     for given, words in (("-h", "Usage: "), ("--help", "Usage: "), ("--version", "llmq ")):
         assert shell.run(COMMANDS[name], [given]) == 0
         assert capsys.readouterr().out.startswith(words)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_long_options_with_one_dash_are_refused(name, capsys):
     assert shell.run(COMMANDS[name], ["-version"]) == 2
     assert capsys.readouterr().err == "error: -version: options have two dashes: use --version\n"
     assert shell.run(COMMANDS[name], ["-hello=1"]) == 2
@@ -90,18 +90,14 @@ INTERRUPTED_IMPORT = "import os, signal, time; os.kill(os.getpid(), signal.SIGIN
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_interrupt_while_a_command_is_imported_has_no_traceback(name, tmp_path):
     (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT)
-    code = f"from llmq.cli.start import {name}; {name}()"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, env=environment, check=False)
+    done = process("-c", f"from llmq.cli.start import {name}; {name}()", "--help", first=tmp_path)
     assert done.returncode == -signal.SIGINT and done.stderr == b""
 
 
 @pytest.mark.parametrize("start", ["-c from llmq.cli.start import train; train()", "-m llmq"])
 def test_sigusr1_while_training_is_imported_asks_to_try_again(start, tmp_path):
     (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT.replace("SIGINT", "SIGUSR1"))
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    command = [sys.executable, *start.split(" ", 1), "--help"]
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    done = process(*start.split(" ", 1), "--help", first=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")
 
 
@@ -114,8 +110,7 @@ def test_an_interrupt_after_the_imports_is_one_message():
         "interrupted = click.Command('x', callback=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "sys.exit(shell.run(interrupted, []))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=False)
+    done = process("-c", code)
     assert (done.returncode, done.stderr) == (130, b"\nerror: interrupted\n")
 
 

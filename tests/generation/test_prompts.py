@@ -26,11 +26,6 @@ def said(draft, token):
     return draft.piece(None).text
 
 
-def rest(draft):
-    """What was held back."""
-    return draft.piece("length").text
-
-
 @pytest.mark.parametrize(
     "text", ["It's the king's 10 ships", "\u00e9clat\u00e9 \U0001f600\U0001f680 \u4e2d\u6587!", " a\n\n b"]
 )
@@ -40,9 +35,9 @@ def test_a_stream_shows_whole_characters_and_all_of_the_text(reader, text):
     for token in tokens:
         shown.append(said(stream, token))
         assert "\ufffd" not in shown[-1]
-    assert "".join(shown) == reader.text(tokens) == text and rest(stream) == ""
+    assert "".join(shown) == reader.text(tokens) == text and stream.piece("length").text == ""
     cut = Draft(reader)
-    assert said(cut, reader.tokens(Question({}, text="\U0001f600"))[0]) == "" and rest(cut) == "\ufffd"
+    assert said(cut, reader.tokens(Question({}, text="\U0001f600"))[0]) == "" and cut.piece("length").text == "\ufffd"
 
 
 class Spelled:
@@ -74,7 +69,7 @@ def test_a_stream_ends_before_a_stop_text_however_tokens_cut_it_and_shows_none_o
             shown, left = shown + said(stream, left[:size]), left[size:]
             assert expected.startswith(shown)
             assert shown == expected or len(text) - len(left) - len(shown) < max(map(len, stop))  # no more is held
-        assert (shown + rest(stream), stream.is_stopped) == (expected, has_ended), (text, stop)
+        assert (shown + stream.piece("length").text, stream.is_stopped) == (expected, has_ended), (text, stop)
 
 
 def test_a_stop_text_before_half_a_character_is_why_an_answer_ends():
@@ -88,7 +83,7 @@ def test_a_stop_text_may_lie_within_the_bytes_of_characters(reader):
     stream = Draft(reader, ["\u00e9nd"])
     tokens = iter(reader.tokens(Question({}, text=text)))
     shown = "".join(said(stream, token) for token in tokens if not stream.is_stopped)
-    assert (shown, rest(stream), stream.is_stopped) == ("It's \U0001f600 the ", "", True)
+    assert (shown, stream.piece("length").text, stream.is_stopped) == ("It's \U0001f600 the ", "", True)
 
 
 CHAT = [{"role": "user", "content": "Aye"}]

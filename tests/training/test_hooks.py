@@ -29,7 +29,7 @@ def saved():
 
 
 class Notes(Hook):
-    """Notes the moments at which it is called, with the step of the run."""
+    """Notes the moments at which it is called, with the step of the run and what it is given."""
 
     key = "notes"
 
@@ -42,43 +42,32 @@ class Notes(Hook):
     def resume(self, state):
         self.seen.append(("resume", state["count"]))
 
-    def on_begin(self, run):
-        self.seen.append(("begin", run.progress.step))
-
-    def before_step(self, run, batch):
-        self.seen.append(("before", run.progress.step, batch.num_tokens > 0))
-
-    def during_step(self, run):
-        self.seen.append(("during", run.progress.step))
-
-    def after_update(self, run):
-        self.seen.append(("update", run.progress.step))
-
-    def after_step(self, run, record):
-        self.seen.append(("step", run.progress.step, record.step, run.is_last))
-
-    def on_evaluate(self, run, record):
-        self.seen.append(("evaluate", record.step))
-
     def on_save(self, run, path, step):
-        self.seen.append(("save", path.name, step))
+        self.seen.append(("on_save", path.name, step))
 
     def on_end(self, run, result):
-        self.seen.append(("end", result.steps, result.exit_code))
+        self.seen.append(("on_end", result.steps, result.exit_code))
+
+
+def noting(moment):
+    def note(self, run, *about):
+        self.seen.append((moment, run.progress.step, *(one.step for one in about if hasattr(one, "step"))))
+
+    return note
+
+
+for moment in ("on_begin", "before_step", "during_step", "after_update", "after_step", "on_evaluate"):
+    setattr(Notes, moment, noting(moment))
 
 
 def test_every_moment_comes_in_its_order(trained):
     notes = Notes()
     trained(notes, steps=2, eval_every_n_steps=2, grad_accumulation=2)
-    of_step = [[("before", n, True), ("during", n), ("update", n), ("step", n + 1, n + 1, n == 1)] for n in range(2)]
-    assert [one for one in notes.seen if one[0] != "save"] == [
-        ("begin", 0),
-        *of_step[0],
-        *of_step[1],
-        ("evaluate", 2),
-        ("end", 2, 0),
-    ]
-    assert [one for one in notes.seen if one[0] == "save"] == [("save", "step-00000002", 2)]  # while it is evaluated
+    of_step = [[("before_step", n), ("during_step", n), ("after_update", n)] for n in range(2)]
+    one, two = ([*moments, ("after_step", n, n)] for n, moments in enumerate(of_step, 1))
+    last = [("on_evaluate", 2, 2), ("on_end", 2, 0)]
+    assert [each for each in notes.seen if each[0] != "on_save"] == [("on_begin", 0), *one, *two, *last]
+    assert [each for each in notes.seen if each[0] == "on_save"] == [("on_save", "step-00000002", 2)]  # meanwhile
 
 
 def test_a_hook_resumes_with_its_state(trained):
@@ -86,7 +75,7 @@ def test_a_hook_resumes_with_its_state(trained):
     trained(notes, steps=2, ckpt_interval=1, ckpt_keep_n=0, eval_every_n_steps=0)
     again = Notes()
     trained(again, steps=3, eval_every_n_steps=0, overwrite=True, **{"continue": 1})
-    assert again.seen[:2] == [("resume", 5), ("begin", 1)]  # begin, and what is called in a step
+    assert again.seen[:2] == [("resume", 5), ("on_begin", 1)]  # begin, and what is called in a step
 
 
 class Asks(Hook):
@@ -121,8 +110,8 @@ def test_it_may_ask_for_a_checkpoint_and_an_evaluation(trained):
     notes = Notes()
     trained(notes, Asks(2, Ask.SAVE), Asks(4, Ask.EVALUATE), eval_every_n_steps=100, ckpt_interval=0, ckpt_keep_n=0)
     assert saved() == [2, 12]
-    assert [one[1] for one in notes.seen if one[0] == "evaluate"] == [4, 12]
-    assert [one[2] for one in notes.seen if one[0] == "save"] == [2, 12]
+    assert [one[1] for one in notes.seen if one[0] == "on_evaluate"] == [4, 12]
+    assert [one[2] for one in notes.seen if one[0] == "on_save"] == [2, 12]
 
 
 def test_what_is_no_function_is_refused(given):

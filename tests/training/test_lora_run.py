@@ -235,17 +235,6 @@ def padded(tensors, about):
 NONE, ONES = np.zeros(3), np.ones((3, 1))
 
 
-@pytest.mark.quick(
-    "lora-*shape*and 6*",
-    "lora-*qalora*",
-    "lora-*other*",
-    "ia3-*ia3_l",
-    "ia3-*VERA*",
-    "adalora-*lora_E",
-    "adalora-*flags*",
-    "prompt-*other*",
-    "prefix-*",
-)
 @pytest.mark.parametrize(
     ("method", "change", "says"),
     [
