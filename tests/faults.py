@@ -143,7 +143,7 @@ def copies_scaled_wrongly(real, value, form, scale):
 # what is planned
 
 
-@fault("llmq.operands:Output._write", "tests/engine/test_packed_engine.py")
+@fault("llmq.operands:Output._write", ENGINE)
 def accumulation_dropped(real, output, value):
     real(replace(output, accumulate=False), value)
 

@@ -184,8 +184,8 @@ def fastest(
 ) -> Iterator[tuple[Point, Cost]]:
     """Points of the boxes that fit, the fastest first, then the fastest of those that need less of the device.
 
-    None takes more than `within_s` seconds. `cost_at` gives None for settings that cannot be combined, and `accepts` says
-    the last word on a point that would come out; both are asked several times.
+    None takes more than `within_s` seconds. `cost_at` gives None for what cannot be combined, and `accepts` has the
+    last word on a point that would come out; both are asked several times.
     """
     waiting: list[tuple[float, int, int, Point, Point]] = []
     number, room, most_host = count(), available.free_bytes, available.host_bytes

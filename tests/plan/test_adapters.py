@@ -33,7 +33,7 @@ from llmq.model.held import room_bytes
 from llmq.model.presets import preset
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
-from llmq.plan.spec import Completions
+from llmq.plan.spec import Completions, Regularization
 
 UNTIED = tiny(tie_embeddings=False)
 
@@ -100,15 +100,20 @@ def test_it_computes_what_the_merged_weights_do(rslora):
     np.testing.assert_allclose(next_logits(engine, np.arange(7)), next_logits(plain, np.arange(7)), rtol=1e-9)
 
 
-def test_dropout_is_in_training_and_nowhere_else():
-    plain, dropped = (engine_of(plan_of(FP32, adapters=adapters(dropout=p))) for p in (0.0, 0.5))
-    assert dropped.evaluate(batch()) == plain.evaluate(batch())
-    assert summed_loss(dropped, placed()) == summed_loss(dropped, placed()) != summed_loss(plain, placed())
-    assert summed_loss(dropped, placed(2)) != summed_loss(dropped, placed())
-    writes = {"completions": Completions(2, 16, 16, packed=False)}
-    plan_of(BF16, adapters=adapters(base="e4m3"), **writes)
-    writing = plan_of(FP32, adapters=adapters(dropout=0.5), **writes)
-    names = {name for name, p in writing.programs.items() if "dropout" in {call.op for call in p.calls}}
+@pytest.mark.parametrize(
+    ("op", "drawn", "without"),
+    [
+        ("dropout", {"adapters": adapters(dropout=0.5)}, {"adapters": adapters()}),
+        ("embedding_noise", {"regularization": Regularization(neftune_alpha=5.0)}, {}),
+    ],
+)
+def test_what_is_drawn_is_in_training_and_nowhere_else(op, drawn, without):
+    plain, noisy = (warm(plan_of(FP32, **about)) for about in (without, drawn))
+    assert noisy.evaluate(batch()) == plain.evaluate(batch())
+    assert summed_loss(noisy, placed()) == summed_loss(noisy, placed()) != summed_loss(plain, placed())
+    assert summed_loss(noisy, replace(placed(), places=placed(2).places)) != summed_loss(noisy, placed())
+    writing = plan_of(FP32, completions=Completions(2, 16, 16, packed=False), **drawn)
+    names = {name for name, p in writing.programs.items() if op in {call.op for call in p.calls}}
     assert names == {"only", "first", "middle", "last"}
 
 

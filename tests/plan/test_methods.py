@@ -11,6 +11,7 @@ from tiny_engines import BF16, EVERY, FP8, FP32, FP64, SCALINGS, B, T, batch, bi
 
 from llmq.adapters.adalora import AdaLora, Budget, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.backends.planned import PlannedBackend
@@ -18,9 +19,11 @@ from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import Batch
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
+from llmq.plan.spec import Regularization
 from llmq.tensor import stored_bytes
 
 COUNT = 3  # virtual tokens
+NOISE = Regularization(neftune_alpha=5.0)
 CONFIG = tiny(hidden_size=64, head_dim=16, intermediate_size=128)  # nf4 has blocks of 64 numbers
 WIRINGS = {
     "tied, biased": tiny(),
@@ -77,26 +80,28 @@ def regulariser(values, method):
 
 
 def gradient_cases():
-    """Methods with the wirings that they depend on."""
-    yield "all", tiny(), adapters()
-    yield "some", tiny(), adapters("q_proj,v_proj,up_proj", rslora=True)
-    yield "dropout", tiny(), adapters("all,lm_head", dropout=0.3, bias="all")
-    yield "head", UNTIED, adapters("lm_head,k_proj", UNTIED, dropout=0.1)
-    yield "full", tiny(), adapters("attention", ranks={"q_proj": 2, "layers.1.*": 5}, also="embed_tokens,down_proj")
-    yield "adalora", tiny(), triplets(tiny(), text="q_proj,up_proj,lm_head")
-    yield "ia3", tiny(), Gains(scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())))
+    """Methods with the wirings that they depend on, and noise, which gradients pass."""
+    yield "all", tiny(), {"adapters": adapters()}
+    yield "some", tiny(), {"adapters": adapters("q_proj,v_proj,up_proj", rslora=True)}
+    yield "dropout", tiny(), {"adapters": adapters("all,lm_head", dropout=0.3, bias="all")}
+    yield "head", UNTIED, {"adapters": adapters("lm_head,k_proj", UNTIED, dropout=0.1)}
+    full = {"ranks": {"q_proj": 2, "layers.1.*": 5}, "also": "embed_tokens,down_proj"}
+    yield "full", tiny(), {"adapters": adapters("attention", **full)}
+    yield "adalora", tiny(), {"adapters": triplets(tiny(), text="q_proj,up_proj,lm_head")}
+    yield "ia3", tiny(), {"adapters": Gains(scaled(chosen("q_proj,up_proj,o_proj,down_proj", tiny())))}
+    yield "noise", UNTIED, {"regularization": NOISE}
     for method in VIRTUAL:
-        yield from ((f"{method}, {name}", config, METHODS[method](config)) for name, config in WIRINGS.items())
+        wirings = WIRINGS.items()
+        yield from ((f"{method}, {name}", config, {"adapters": METHODS[method](config)}) for name, config in wirings)
 
 
-@pytest.mark.quick("dropout", "head", "full", "ia3", "prompt, tied*", "prefix, windows", "prefix, qk*")
 @pytest.mark.parametrize(
-    ("config", "method"),
+    ("config", "about"),
     [pytest.param(*one, id=name, marks=pytest.mark.slow if name == "some" else ()) for name, *one in gradient_cases()],
 )
-def test_gradients_are_those_of_finite_differences(config, method):
-    engine = warm(plan_of(FP64, Memory(head_chunks=2), config, adapters=method))
-    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
+def test_gradients_are_those_of_finite_differences(config, about):
+    engine = warm(plan_of(FP64, Memory(head_chunks=2), config, **about))
+    values, method = {row.name: engine.parameter(row.name) for row in engine.plan.rows}, engine.plan.spec.adapters
     rng, step, parts = np.random.default_rng(0), 1e-5, 1 + isinstance(method, AdaLora)
 
     def loss(name, change):
@@ -116,7 +121,6 @@ def test_gradients_are_those_of_finite_differences(config, method):
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
 
 
-@pytest.mark.quick("bf16-lora", "bf16-adalora", "bf16-ia3", "bf16-prompt")
 @pytest.mark.sample
 @pytest.mark.parametrize("name", METHODS)
 @EVERY
@@ -180,18 +184,18 @@ def test_a_base_in_few_bits_is_held_once_and_is_what_it_stands_for(name, kind, b
     assert same == (pytest.approx(losses, rel=1e-2) if is_near else losses)
 
 
-SPLIT = {**METHODS, "head": lambda config: adapters("all,lm_head", config, dropout=0.3)}
+SPLIT = {name: {"adapters": method(tiny())} for name, method in METHODS.items()}
+SPLIT |= {"head": {"adapters": adapters("all,lm_head", dropout=0.3)}, "noise": {"regularization": NOISE}}
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_batch_is_the_sum_of_its_samples_and_chunks(name):
-    """Dropout and the regulariser go by sample and token, not by the batch or the chunk that these are in."""
-    method = SPLIT[name](tiny())
+def test_a_batch_is_the_sum_of_its_samples_in_any_split(name):
+    """Dropout, noise and the regulariser go by sample and token, not by the batch or the chunk that these are in."""
     whole, split = (
-        warm(plan_of(FP64, Memory(head_chunks=chunks), batch_size=size, adapters=method))
+        warm(plan_of(FP64, Memory(head_chunks=chunks), batch_size=size, **SPLIT[name]))
         for chunks, size in ((1, 2), (4, 1))
     )
-    one = placed(1, method.num_virtual)
+    one = placed(1, whole.plan.spec.adapters.num_virtual)
     whole.micro_step(one)
     for row in range(B):
         cut = slice(row, row + 1)
@@ -244,6 +248,7 @@ def moved():
                 yield from ((move, name, base, kind) for name in METHODS if name not in VIRTUAL)
         yield from ((move, name, None, "bf16") for name in VIRTUAL)
     yield from (("tiles", name, None, "bf16") for name in VIRTUAL)
+    yield from (("recomputed", "noise", None, kind) for kind in ("bf16", "delayed"))
 
 
 @pytest.mark.quick(
@@ -258,19 +263,23 @@ def moved():
 @pytest.mark.sample("sweep", by=2)
 @pytest.mark.parametrize(
     ("move", "name", "base", "kind"),
-    [pytest.param(*one, marks=() if one in OFTEN or one[1] in VIRTUAL else pytest.mark.slow) for one in moved()],
+    [
+        pytest.param(*one, marks=() if one in OFTEN or one[1] in (*VIRTUAL, "noise") else pytest.mark.slow)
+        for one in moved()
+    ],
 )
 def test_what_moves_bytes_changes_no_bit(move, name, base, kind):
     config = tiny() if move == "tiles" else CONFIG
-    method, found = METHODS[name](config, base), []
+    own, found = {"regularization": NOISE} if name == "noise" else {"adapters": METHODS[name](config, base)}, []
     for memory in (Memory(), {**MOVES, "tiles": Memory(seq_tiles=2)}[move]):
-        about = {"hyper": Hyperparameters(grad_clip=0.0), "adapters": method, "config": config}
+        about = {"hyper": Hyperparameters(grad_clip=0.0), "config": config, **own}
         engine = warm(plan_of(PRECISIONS[kind], memory, **about))
         found.append((steps(engine, 3, 1, rate=1e-1), [engine.parameter(row).tobytes() for row in trained(engine)]))
     assert found[0] == found[1] and len(set(found[0][0])) == 3
 
 
 PACKED = [(name, wiring) for name in METHODS for wiring in (WIRINGS if name in VIRTUAL else ["tied, biased"])]
+PACKED += [("none", wiring) for wiring in WIRINGS]
 
 
 @pytest.mark.quick("lora-*", "adalora-*", "ia3-*", "prompt-tied*", "prefix-windows")
@@ -278,7 +287,7 @@ PACKED = [(name, wiring) for name in METHODS for wiring in (WIRINGS if name in V
 def test_a_pack_is_the_sum_of_its_documents(name, wiring):
     """Each begins with the virtual tokens, and sees those alone."""
     config = WIRINGS[wiring]
-    method = replace(METHODS[name](config), **({"dropout": 0.0} if hasattr(METHODS[name](config), "dropout") else {}))
+    method = NO_ADAPTERS if name == "none" else METHODS[name](config).without_dropout()
     one, borders, about = (
         batch(),
         np.array([[0, 4, 10, T], [0, 9, T, T]], np.int32),
@@ -302,9 +311,11 @@ def test_a_pack_is_the_sum_of_its_documents(name, wiring):
                 alone.micro_step(Batch(rows, aims), first=number == 0)
                 number += 1
     assert number == 5 and whole == pytest.approx(tuple(losses), rel=1e-14)
+    mixed = alone.evaluate(Batch(tokens, targets))[0]
+    assert abs(mixed - whole[0]) > 1e-3 * whole[0], "documents that see each other have another loss"
     for row in trained(alone):
         expected = alone.gradient(row)
-        bound = 1e-13 if name in VIRTUAL else 1e-12
+        bound = 1e-13 if name in (*VIRTUAL, "none") else 1e-12
         assert np.linalg.norm(packed.gradient(row) - expected) <= bound * np.linalg.norm(expected), row
 
 
