@@ -82,6 +82,10 @@ CASES = {
 }
 PAIRS = [(template, chat) for template, chats in CASES.items() for chat in chats]
 VARIABLES = {"bos_token": BOS, "eos_token": EOS}
+CHATML = (  # in short
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def source(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_cases import BOS, CASES, CHATS, EOS, LONG, ONE, PAIRS, REASONED, TOOLS, WEATHER, chat_tokenizer, source
+from chat_cases import BOS, CASES, CHATML, CHATS, EOS, ONE, PAIRS, TOOLS, WEATHER, chat_tokenizer, source
 from rich.console import Console
 from small_tokenizers import save
 from tokenizers import AddedToken, processors
@@ -25,24 +25,8 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 
 
-@pytest.fixture(scope="session")
-def qwen() -> TextTokenizer:
-    """The tokenizer of Qwen2.5, which has a ChatML template."""
-    folder = Path(__file__).parents[4] / "shared/data/qwen2.5-tokenizer"
-    if not folder.exists():
-        pytest.skip("no ../shared/data/qwen2.5-tokenizer beside the checkout")
-    return TextTokenizer.open(str(folder))
-
-
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
-
-
 def records(rows: Sequence[dict]) -> list[Record]:
     return [Record(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, 1)]
-
-
-def gsm8k(path: Path) -> list[Record]:
-    return [Record(f"{path.name}:{i}", json.loads(line)) for i, line in enumerate(path.open(encoding="utf-8"), 1)]
 
 
 def opened(rows: list[Record], tokenizer: TextTokenizer, **options) -> Encoder:
@@ -68,42 +52,16 @@ def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
 
 @pytest.mark.parametrize("template", [None, "tokenizer"])
 @pytest.mark.parametrize("name", ["gsm8k-test.jsonl", pytest.param("gsm8k-train.jsonl", marks=pytest.mark.slow)])
-def test_gsm8k_trains_exactly_the_answers_and_their_ends(qwen, shared, name, template):
-    rows = gsm8k(shared(name))
-    rows = rows if "train" in name else rows[:200]
+def test_gsm8k_trains_exactly_the_answers_and_their_ends(shared, name, template):
+    qwen = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
+    lines = shared(name).read_text("utf-8").splitlines()[: 200 if "test" in name else None]
+    rows = records([json.loads(line) for line in lines])
     encoder = opened(rows, qwen, chat_template=template)
-    trained = 0
-    for at in range(0, len(rows), 1000):
-        for document in encoder.encode(rows[at : at + 1000]):
-            trained += int(document.trained.sum())
+    documents = [document for at in range(0, len(rows), 1000) for document in encoder.encode(rows[at : at + 1000])]
     answers = qwen.encoder.encode_batch_fast([row.value["answer"] for row in rows], add_special_tokens=False)
+    trained = sum(int(document.trained.sum()) for document in documents)
     assert trained == sum(len(answer.ids) for answer in answers) + len(rows) == encoder.counts.trained
     assert encoder.counts.rows == encoder.counts.documents == len(rows)
-
-
-@pytest.mark.judge
-@pytest.mark.parametrize("name", ["chatml_generation", "chatml", "zephyr", "qwen3"])
-def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(qwen, shared, name):
-    """Chats of two questions. Of a chat that makes two documents, the second is the whole of it."""
-    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
-    judge = transformers.AutoTokenizer.from_pretrained(qwen.folder)
-    lines = [row.value for row in gsm8k(shared("gsm8k-test.jsonl"))[:200]]
-    turns = [[{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in lines]
-    rows = records([{"messages": one + other} for one, other in zip(turns[::2], turns[1::2], strict=True)])
-    encoder = opened(rows, qwen, chat_template=source(name))
-    documents = {document.place: document for document in encoder.encode(rows)}
-    masked = "generation" in name
-    for row in rows:
-        judged = judge.apply_chat_template(
-            row.value["messages"], chat_template=source(name), return_dict=True, return_assistant_tokens_mask=masked
-        )
-        document = documents[row.place]
-        assert document.ids.tolist() == list(judged["input_ids"])
-        if masked:
-            spoken = np.array(judged["assistant_masks"], bool)
-            assert document.trained[spoken].all()
-            assert document.ids[document.trained & ~spoken].tolist() == list(encoder.end_token_ids) * 2
-    assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
 
 
 def test_chats_that_become_several_documents_are_counted(small):
@@ -141,7 +99,7 @@ def test_templates_of_trl_have_the_ids_and_masks_of_transformers(path, tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=text, **names)
     masked = re.search(r"{%-?\s*generation", text) is not None
     judged = 0
-    for messages, tools in ((ONE, None), (LONG, None), (REASONED, None), (TOOLS, [WEATHER])):
+    for messages, tools in (CHATS[name] for name in ("one", "long", "reasoned", "tools")):
         rows = records([{"messages": messages, "tools": tools}])
         wholes = []
         for stop in range(1, len(messages) + 1):
@@ -170,14 +128,12 @@ def test_templates_of_trl_have_the_ids_and_masks_of_transformers(path, tmp_path)
     assert judged or path.stem.startswith("llava_next")  # which takes no text that is not in parts
 
 
-def test_a_bad_row_is_raised_or_set_aside(qwen):
+def test_a_bad_row_is_raised_or_set_aside(small):
     rows = records([{"question": "a", "answer": "b"}, {"text": "c"}, {"question": "d", "answer": "e"}])
-    encoder = opened(rows, qwen)
     with pytest.raises(BadRow, match=r"^rows\.jsonl:2: the row is text, but the data is question-answer"):
-        encoder.encode(rows)
-    bad: list[BadRow] = []
-    assert [document.place for document in encoder.encode(rows, bad)] == ["rows.jsonl:1", "rows.jsonl:3"]
-    assert [error.place for error in bad] == ["rows.jsonl:2"]
+        opened(rows, small).encode(rows)
+    documents = opened(rows, small).encode(rows, bad := [])
+    assert [row.place for row in (*documents, *bad)] == [f"rows.jsonl:{number}" for number in (1, 3, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -289,10 +245,6 @@ def test_overlong_rows_are_cut_split_or_dropped_and_counted(small, overlong, exp
     assert encoder.counts.tokens == sum(len(document.ids) for document in documents)
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 SAYS = [
     {"role": role, "content": text}
     for role, text in zip(["user", "assistant"] * 3, ["a", "one", "b", "two", "c", "three"], strict=True)
@@ -301,13 +253,7 @@ SAYS = [
 
 @pytest.mark.parametrize(
     "row",
-    [
-        {"messages": [{**m, "weight": 0} if m["content"] == "two" else m for m in SAYS]},
-        {"messages": [{**m, "train": m["content"] != "two"} for m in SAYS]},
-        {"conversations": [{"from": m["role"], "value": m["content"], "loss": m["content"] != "two"} for m in SAYS]},
-        {"messages": SAYS, "train_on": [0, 1, 0, 0, 0, 1]},
-        {"messages": SAYS, "weights": [1, 0, 1]},
-    ],
+    [{"messages": [{**m, "train": m["content"] != "two"} for m in SAYS]}, {"messages": SAYS, "weights": [1, 0, 1]}],
 )
 def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, row):
     """The ids are those of the conversation without the keys, the mask is that of the other turns."""
@@ -316,46 +262,43 @@ def test_a_turn_that_says_so_is_not_trained_and_the_text_does_not_tell(small, ro
     expected = text.replace("one<|im_end|>", "[one<|im_end|>]").replace("three<|im_end|>", "[three<|im_end|>]")
     assert shown(small, document) == expected and encoder.counts.masked == 1
     assert "1 turns are not trained, as their messages say" in notes(encoder.counts, None, "turns", 0)
-
-
-def test_the_keys_that_say_it_are_not_written_even_by_a_template_that_writes_all(small):
     row = {"messages": [{**ONE[0], "weight": 1}, {**ONE[1], "weight": 1, "x": 2}]}
     text = encoded(small, row, chat_template="{% for m in messages %}{{ m | tojson }}{% endfor %}")
     assert "weight" not in text and '"x": 2' in text
 
 
-def test_keys_of_messages_that_nothing_reads_are_named_once_with_their_rows(small, tmp_path):
+def test_keys_of_messages_that_nothing_reads_are_named_once_with_their_rows(small):
     marked = [ONE[0], {**ONE[1], "name": "Eve", "tool_call_id": "1", "reasoning_content": "Why?", "rating": 5}]
-    rows = records([{"messages": marked}, {"messages": ONE}, {"messages": [{**ONE[0], "rating": 1}, *marked[1:]]}])
-    encoder = opened(rows, small)
-    encoder.encode(rows)
+    rows = [{"messages": marked}, {"messages": ONE}, {"messages": [{**ONE[0], "rating": 1}, *marked[1:]]}]
+    encoder, _ = made(small, *rows)
     assert encoder.counts.unread == {"rating": 2, "reasoning_content": 2}
     (note,) = notes(encoder.counts, None, "turns", 0)
     assert note.endswith("nothing else does (rows): rating (2), reasoning_content (2)")
     reads = source("qwen3") + "{% if false %}{{ messages[0].get('rating') }}{% endif %}"
-    encoder = opened(rows, tokenizer_with(tmp_path, reads))
-    encoder.encode(rows)
-    assert encoder.counts.unread == {}
+    assert made(small, *rows, chat_template=reads)[0].counts.unread == {}
 
 
-def test_a_chat_keeps_the_whole_turns_that_fit(small):
-    """At every length: the beginning of the same ids, through the last whole trained turn and its line break."""
+@pytest.mark.parametrize(("train_on", "behind"), [(None, 1), ("all", 0)])
+def test_a_chat_keeps_the_whole_turns_that_fit(small, train_on, behind):
+    """At every length: the beginning of the same ids, through the last whole trained turn and its line break, which
+    need not fit unless it is trained too."""
     rows = records([{"messages": SAYS}])
-    whole = opened(rows, small, chat_template=CHATML).encode(rows)[0]
+    encoder = opened(rows, small, chat_template=CHATML, train_on=train_on)
+    (whole,) = encoder.encode(rows)
     end = small.encoder.token_to_id("<|im_end|>")
-    ends = (np.flatnonzero(whole.ids == end)[1::2] + 2).tolist()  # of the answers, with the line break behind
-    assert len(ends) == 3 and ends[-1] == len(whole.ids)
+    ends = (np.flatnonzero(whole.ids == end) + 2).tolist()[behind :: behind + 1]  # with the line break behind
+    assert len(ends) == (3 if behind else 6) and ends[-1] == len(whole.ids)
     for limit in range(1, len(whole.ids) + 2):
-        encoder = opened(rows, small, chat_template=CHATML, seq_len=limit)
+        encoder.options, encoder.counts = replace(encoder.options, seq_len=limit), Counts()
         found, counts = encoder.encode(rows), encoder.counts
-        fitting = [end for end in ends if end - 1 <= limit]  # the line break behind the end token need not fit
+        fitting = [end for end in ends if end - behind <= limit]
         assert [len(document.ids) for document in found] == [min(end, limit) for end in fitting[-1:]], limit
         for document in found:
             np.testing.assert_array_equal(document.ids, whole.ids[: len(document.ids)])
             np.testing.assert_array_equal(document.trained, whole.trained[: len(document.ids)])
         overlong = limit < len(whole.ids)
         assert (counts.overlong, counts.too_long, counts.untrained) == (overlong, not found, 0)
-        assert (counts.longest, counts.turns_cut) == ((len(whole.ids), 3 - len(fitting)) if overlong else (0, 0))
+        assert (counts.longest, counts.turns_cut) == ((len(whole.ids), len(ends) - len(fitting)) * overlong or (0, 0))
 
 
 @pytest.mark.sample
@@ -384,15 +327,6 @@ def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_o
             assert [document.ids.tolist() for document in found] == [whole.ids.tolist() for whole in wholes]
         elif wholes:
             assert encoder.counts.overlong == 1 and encoder.counts.longest == longest
-
-
-def test_all_of_a_chat_is_cut_at_ends_of_messages(small):
-    sizes = set()
-    for limit in range(1, 80):
-        for document in made(small, {"messages": SAYS}, chat_template=CHATML, train_on="all", seq_len=limit)[1]:
-            assert shown(small, document).endswith("<|im_end|>\n]")
-            sizes.add(len(document.ids))
-    assert len(sizes) == len(SAYS)
 
 
 def test_a_turn_without_end_token_is_whole_with_the_one_that_is_added(small):
@@ -455,15 +389,11 @@ def test_every_token_that_ends_a_trained_turn_is_an_end_token(tmp_path, template
 
 
 def test_end_tokens_are_known_before_the_first_row(small):
-    end = (small.encoder.token_to_id("<|im_end|>"),)
-    ids = records([{"input_ids": [3, small.eos_token_id]}])
-    for rows, known in (
-        (records([{"messages": ONE}]), end),
-        (records([{"text": "a"}]), (small.eos_token_id,)),
-        (ids, ()),
-    ):
-        assert opened(rows, small).end_token_ids == known
-    assert made(small, ids[0].value)[0].end_token_ids == (small.eos_token_id,)
+    ids = {"input_ids": [3, small.eos_token_id]}
+    for row, known in (({"messages": ONE}, {"<|im_end|>"}), ({"text": "a"}, {EOS}), (ids, set())):
+        ends = opened(records([row]), small).end_token_ids
+        assert {small.encoder.id_to_token(number) for number in ends} == known
+    assert made(small, ids)[0].end_token_ids == (small.eos_token_id,)
 
 
 def test_counts_of_several_encoders_add_up(small):
@@ -515,11 +445,7 @@ def test_an_encoder_says_what_it_does(small, tmp_path):
         ({"input_ids": [1]}, {"train_on": "last"}, "--train-on last: tokens rows say themselves what is trained"),
         ({"question": "a", "answer": "b"}, {"train_on": "user"}, "rows have a prompt and an answer: give assistant"),
         ({"messages": ONE}, {"train_on": "robot"}, "--train-on robot: 'robot' is not a role"),
-        (
-            {"text": "a"},
-            {"seq_len": 9},
-            "--seq-len 9: text rows have no turns and stay whole: give --overlong truncate",
-        ),
+        ({"text": "a"}, {"seq_len": 9}, "--seq-len 9: text rows have no turns and stay whole: give --overlong trunc"),
         ({"messages": ONE}, {"data_format": "chat"}, "--data-format chat is not one of"),
     ],
 )
@@ -534,18 +460,14 @@ def test_options_without_effect_are_refused(small, row, options, says):
         ({"messages": [*ONE, ONE[1]]}, "the chat template (mine.jinja) fails: roles must take turns"),
         ({"messages": [{"role": "user", "content": "a\ud800b"}, ONE[1]]}, r"holds '\ud800', which is no character"),
         ({"question": "a", "answer": "b"}, "the row is question-answer, but the data is messages"),
-        (
-            {"messages": [*ONE[:1], CALL]},
-            "has tool_calls, which the chat template (mine.jinja) does not write: give one",
-        ),
+        ({"messages": [ONE[0], {**TOOLS[2], "content": ""}]},
+         "has tool_calls, which the chat template (mine.jinja) does not write: give one"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_row_of_a_chat_is_named(small, tmp_path, monkeypatch, row, reason):
-    turns = (
-        "{% for m in messages %}{% if loop.changed(m.role) %}{% else %}{{ raise_exception('roles must take turns') }}"
-    )
+    turns = "{% if not loop.changed(m.role) %}{{ raise_exception('roles must take turns') }}{% endif %}"
     monkeypatch.chdir(tmp_path)
-    Path("mine.jinja").write_text(turns + "{% endif %}{% endfor %}" + source("chatml"))
+    Path("mine.jinja").write_text("{% for m in messages %}" + turns + "{% endfor %}" + source("chatml"))
     rows = records([{"messages": ONE}, row])
     with pytest.raises(BadRow) as caught:
         opened(rows, small, chat_template="mine.jinja").encode(rows)
@@ -558,15 +480,15 @@ JUNK = (
     [[]], [1, "a"], {"a": {}}, [{"type": "text", "text": "x"}], {"role": "user"}, "\x00", "e\u0301" * 40,
 )  # fmt: skip
 FRAGMENTS = (
-    *("{{", "}}", "{%", "%}", "{#", "#}", "-", "' ~ '", "\n", "\u2028", "\x00", "+ 1", "[0]", ".x.y", "\\["),
-    "<|im_end|>",
-    *("{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% else %}", "{% endif %}", "{% break %}"),
-    *("{{ messages }}", "{{ x.content * 99 }}", "{{ loop }}", "{{ tools | tojson }}", "{{ m.role | nothing }}"),
-    *("{% set messages = messages * 2 %}", "{% generation %}", "{% endgeneration %}", "{{ raise_exception('no') }}"),
-    *("{{ ''.__class__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{% for i in range(9999) %}"),
+    *("{{", "}}", "{%", "%}", "{#", "#}", "-", "\n", "\u2028", "\x00", "[0]", ".x.y", "\\[", "' ~ '", "+ 1", ""),
+    *("<|im_end|>", "{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% else %}", "{% endif %}"),
+    *("{% break %}", "{{ messages }}", "{{ x.content * 99 }}", "{{ loop }}", "{{ tools | tojson }}"),
+    *("{{ m.role | nothing }}", "{% set messages = messages * 2 %}", "{% generation %}", "{% endgeneration %}"),
+    *("{{ raise_exception('no') }}", "{{ ''.__class__ }}", "{% for i in range(9999) %}"),
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
 )  # fmt: skip
 ROWS = (
-    {"messages": TOOLS, "tools": [WEATHER]}, {"messages": REASONED}, {"text": "A text."},
+    {"messages": TOOLS, "tools": [WEATHER]}, {"messages": CHATS["reasoned"][0]}, {"text": "A text."},
     {"messages": [ONE[0], {**ONE[1], "weight": 0}, *ONE]},
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"instruction": "a", "input": "b", "output": "c"}, {"prompt": "a", "completion": "b"},
@@ -591,7 +513,7 @@ def mutated_text(text: str, draw: random.Random) -> str:
     """A text with some pieces cut out, and some fragments put in."""
     for _ in range(draw.randint(0, 4)):
         at, length = draw.randrange(len(text) + 1), draw.choice((0, 0, 1, 2, 8, 40))
-        text = text[:at] + draw.choice(("", *FRAGMENTS)) + text[at + length :]
+        text = text[:at] + draw.choice(FRAGMENTS) + text[at + length :]
     return text
 
 
@@ -603,17 +525,13 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
     for number in range(tries):
         draw = random.Random(number)
         base = draw.choice(ROWS)
-        name = draw.choice(sorted(CASES))
-        template = None if base.keys() & {"text", "input_ids"} else mutated_text(source(name), draw)
-        template = template if template is None or "{" in template else "{{ '' }}"
-        rows = records([base, *(mutated(base, draw, 0.08) for _ in range(3))])
-        rows = [Record(row.place, row.value if isinstance(row.value, dict) else {}) for row in rows]
-        options = EncodeOptions(
-            chat_template=template, seq_len=draw.choice((None, 64)), overlong=draw.choice(sorted(OVERLONG))
-        )
-        bad: list[BadRow] = []
+        template = mutated_text(source(draw.choice(sorted(CASES))), draw)
+        template = None if base.keys() & {"text", "input_ids"} else template if "{" in template else "{{ '' }}"
+        values = [base, *(mutated(base, draw, 0.08) for _ in range(3))]
+        rows = records([value if isinstance(value, dict) else {} for value in values])
+        limits = {"seq_len": draw.choice((None, 64)), "overlong": draw.choice(sorted(OVERLONG))}
         try:
-            documents = open_encoder(rows, small, options).encode(rows, bad)
+            documents = opened(rows, small, chat_template=template, **limits).encode(rows, bad := [])
         except (DataError, UsageError) as error:
             assert str(error).startswith(("--chat-template", "--seq-len", "the template", "rows.jsonl:")), error
             outcomes["template refused"] += 1
@@ -623,8 +541,7 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
             assert document.place in places and document.ids.dtype == np.int32 and len(document.ids)
             assert 0 <= document.ids.min() <= document.ids.max() < small.vocab_size
             assert document.trained is None or document.trained.shape == document.ids.shape
-        for error in bad:
-            assert error.place in places and error.reason and str(error) == f"{error.place}: {error.reason}"
+        assert all(error.place in places and str(error) == f"{error.place}: {error.reason}" for error in bad)
         outcomes["rows encoded"] += bool(documents)
         outcomes["rows refused"] += bool(bad)
     assert len(outcomes) == 3 and min(outcomes.values()) > tries // 20, outcomes
@@ -632,8 +549,7 @@ def test_whatever_rows_and_templates_hold_what_is_wrong_is_named(small, monkeypa
 
 def as_document(text: str, trained: list[int] | None = None) -> Encoded:
     """The tokens of a text, of which those at the places `trained` are trained."""
-    encoder = chat_tokenizer()  # in which special tokens are tokens
-    ids = np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
+    ids = np.array(chat_tokenizer().encode(text, add_special_tokens=False).ids, np.int32)
     return Encoded("rows.jsonl:7", ids, None if trained is None else np.isin(np.arange(len(ids)), trained))
 
 
@@ -647,17 +563,11 @@ def test_trained_text_is_coloured_and_stands_in_marks_without_colors(small):
     assert [body.plain for body in bodies] == ["the [[ok]]</s>", "[[t]]he ok[[</s>]]", "the ok</s>", "[[the ok</s>]]"]
 
 
-def test_no_text_moves_the_cursor(small):
+def test_no_text_moves_the_cursor_and_long_ones_are_cut(small):
     console = Console(force_terminal=False, width=200)
     with console.capture() as captured:
         console.print(show([as_document("a\x1b[2J\x07\r\u202eb\nc")], small, 1))
     assert captured.get().splitlines()[1:] == ["a\\x1b[2J\\x07\\r\\u202eb\\n", "c"]
-
-
-def test_as_many_as_asked_for_and_long_ones_are_cut(small):
-    some = [as_document("a" * (MOST + 5)) for _ in range(3)]
-    shown = show(some, small, 2).renderables
-    assert len(shown) == 4
-    assert shown[0].plain.endswith(f"{MOST + 5} tokens, {MOST + 5} trained")
-    assert shown[1].plain.endswith(" ... and 5 more tokens")
-    assert show([], small, 3).renderables == []
+    title, body, *others = show([as_document("a" * (MOST + 5))] * 3, small, 2).renderables
+    assert title.plain.endswith(f"{MOST + 5} tokens, {MOST + 5} trained") and len(others) == 2
+    assert body.plain.endswith(" ... and 5 more tokens")

@@ -4,21 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_cases import (
-    BOS,
-    CHATS,
-    EOS,
-    GOLDEN,
-    LONG,
-    PAIRS,
-    REASONED,
-    SPECIAL,
-    TOOLS,
-    VARIABLES,
-    WEATHER,
-    chat_tokenizer,
-    template,
-)
+from chat_cases import CHATML, CHATS, GOLDEN, LONG, PAIRS, REASONED, SPECIAL, TOOLS, VARIABLES, chat_tokenizer, template
 from tokenizers import normalizers, pre_tokenizers
 
 from llmq.data.chat.formats import Chat
@@ -44,12 +30,7 @@ def masked(name: str | ChatTemplate, chat: str | list[dict], train_on: str | Non
     return [marked(sample) for sample in samples(used, Chat(messages, tools), TrainOn.parse(train_on), SPECIAL)]
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 BEGINS = ChatTemplate(CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "begins")  # with reasoning
-STRICT = ChatTemplate("{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML, "strict")
 LENIENT = ChatTemplate(CHATML, "lenient")
 READS = ChatTemplate("{% for m in messages %}{{ raise_exception('no') if m.content == '0' }}"
                      "{{ m.role + ': ' + m.content }}\n{% endfor %}", "reads")  # fmt: skip
@@ -60,9 +41,6 @@ PHI = ChatTemplate(CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{%
 HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n".format
 ASKED = [{"role": "user", "content": "Yes?"}, {"role": "assistant", "content": "No."}]
 YES = f"{USER}Yes?{END}{ASSISTANT}"
-WELCOME = [{"role": "assistant", "content": "Welcome."}, *CHATS["one"][0]]
-WELCOMED = (f"{ASSISTANT}\u00abWelcome.<|im_end|>\u00bb\n{USER}What is in the box?{END}"
-            f"{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n")  # fmt: skip
 BETWEEN_CALLS = [
     {"role": "user", "content": "Rome?"},
     {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": TOOLS[2]["tool_calls"]},
@@ -94,8 +72,6 @@ MASKED = {
         '{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call><|im_end|>\u00bb\n'
         f"{USER.strip()}\n<tool_response>\nrain\n</tool_response>{END}"
         f"{ASSISTANT}\u00ab<think>\nWet.\n</think>\n\nIt rains.<|im_end|>\u00bb\n"]),
-    "an answer without question": (LENIENT, WELCOME, None, [WELCOMED]),
-    "an answer without question that no empty chat finds": (STRICT, WELCOME, None, [WELCOMED]),
     "a prompt that begins reasoning": (BEGINS, "one", None,
         [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]),
     **{f"a prompt that begins reasoning, and the answer {answer}": (
@@ -165,20 +141,20 @@ def test_tools_are_trained_by_role():
 
 @pytest.mark.parametrize("text", ["", "assistant,", "assitant", "all,user", "LAST"])
 def test_what_is_no_role_is_refused(text):
-    with pytest.raises(
-        UsageError, match="is not a role: give all, last, or some of system, developer, user, assistant"
-    ):
+    with pytest.raises(UsageError, match="is not a role: give all, last, or some of system, developer, user, assist"):
         TrainOn.parse(text)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "zephyr", "qwen3", "bos"])
+STRICT = "{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("used", ["chatml", "llama3", "zephyr", "qwen3", ChatTemplate("<s>" + CHATML, "bos"),
+                                  LENIENT, ChatTemplate(STRICT, "strict")], ids=str)  # fmt: skip
 @pytest.mark.parametrize("system", [False, True])
-def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(name, system):
+def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(used, system):
     hello = "Hello, how can I help?"
     chat = [{"role": "assistant", "content": hello}, {"role": "user", "content": "a"}]
-    chat = [{"role": "system", "content": "s"}] * system + chat
-    used = ChatTemplate("<s>" + CHATML, "bos") if name == "bos" else name
-    (text,) = masked(used, chat)
+    (text,) = masked(used, [{"role": "system", "content": "s"}] * system + chat)
     spoken = text.split("\u00ab")[1].split("\u00bb")[0]
     assert spoken.removeprefix("<think>\n\n</think>\n\n") in [hello + end for end in SPECIAL]
 
@@ -193,13 +169,6 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
     counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
     with pytest.raises(RenderError, match="writes the conversation before message 2 differently once"):
         masked(counts, "one")
-
-
-GENERATION = (
-    "{%- for m in messages %}{%- if m.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' }}{%- generation %}BODY{%- endgeneration %}{{ '\n' }}"
-    "{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-)
 
 
 # What stands in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
@@ -233,13 +202,13 @@ CONVENTIONS = {
 
 def convention(name: str) -> ChatTemplate:
     inside, behind, *_ = CONVENTIONS[name]
-    block = f"{{%- generation %}}{inside}{{%- endgeneration %}}{behind}"
     text = (
-        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}" + block + "{%- else %}"
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        f"{{%- generation %}}{inside}{{%- endgeneration %}}{behind}{{%- else %}}"
         "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"
     )
-    return ChatTemplate(text, name, {"bos_token": BOS, "eos_token": EOS})
+    return ChatTemplate(text, name, VARIABLES)
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)
@@ -271,16 +240,15 @@ def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_pa
     assert encoding.ids == list(theirs["input_ids"])
     ours, spoken = trained_tokens(encoding, sample.spans), np.array(theirs["assistant_masks"], bool)
     assert ours[spoken].all()
-    assert [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)] == ["<|im_end|>"] * 2 * (
-        name == "end outside"
-    )
+    added = [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)]
+    assert added == ["<|im_end|>"] * (2 if name == "end outside" else 0)
 
 
 def test_a_generation_block_that_some_turns_lack_is_refused():
-    some = GENERATION.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
-    with pytest.raises(RenderError, match="message 3 has no generation block"):
-        masked(ChatTemplate(some.replace("BODY", "{{ m.content }}").replace("loop.last", "'y' in m.content"), "some"),
-               [*CHATS["one"][0][:1], *LONG[3:4], {"role": "assistant", "content": "No."}])  # fmt: skip
+    blocks, chat = convention("end outside").source, [*ASKED, ASKED[0], {"role": "assistant", "content": "Nay."}]
+    lacking = blocks.replace("m.role == 'assistant'", "m.role == 'assistant' and 'y' not in m.content")
+    with pytest.raises(RenderError, match="message 4 has no generation block"):
+        masked(ChatTemplate(lacking, "some", VARIABLES), chat)
 
 
 def test_tokens_at_the_borders_are_trained_as_transformers_masks_them():
@@ -320,7 +288,7 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
     whole = ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}", "whole")
     used = whole if name == "whole" else template(name)
     called = [{**message, "content": message.get("content", "")} for message in CHATS["tools"][0]]
-    assert unwritten(used, Chat(called, [WEATHER])) == lost
+    assert unwritten(used, Chat(called, CHATS["tools"][1])) == lost
     assert unwritten(used, Chat(called, [])) == lost.removeprefix("tools").removeprefix(" and ")
     assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
 

@@ -4,9 +4,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hub_stand_in
 import pyarrow as pa
@@ -18,11 +16,11 @@ from llmq.data.rows.hub_data import HubSpec, by_split, converted_layout, layout
 from llmq.errors import DataError, UsageError
 
 DRIVER = """
-import json, os, sys
-from itertools import islice
+import json, sys
+from huggingface_hub import constants
 from llmq.data.rows.find_sources import find_anything
 from llmq.errors import LlmqError
-for name, fraction, streaming in json.loads(sys.argv[1]):
+for name, fraction, streaming, constants.HF_HUB_OFFLINE in json.loads(sys.argv[1]):
     try:
         found = find_anything(name, fraction, streaming=streaming)
         read = lambda rows: None if rows is None else [row.value["n"] for _, row in rows.read()]
@@ -90,56 +88,52 @@ SETS = {
 }  # fmt: skip
 
 
-Case = tuple[str, float | None, bool]
+class Case(NamedTuple):
+    """A name that is asked for, and how."""
+
+    name: str
+    fraction: float | None = None
+    streaming: bool = False
+    offline: bool = False
 
 
-def case(name: str, fraction: float | None = None, streaming: bool = False) -> Case:
-    return name, fraction, streaming
-
-
-def ask(home: Path, url: str, *cases: Case, **environment: str) -> dict[Case, dict[str, Any]]:
-    """The answers of a process with this environment."""
-    return dict(zip(cases, hub_stand_in.ask(DRIVER, home, url, cases, **environment), strict=True))
-
-
+STREAMED = Case("org/streamed", None, True)  # whose files are not kept
 GOOD = [
-    case("org/card"), case("org/card:large"), case("org/card:small:train[5:90%]"), case("org/card", 0.2),
-    case("org/plain::test", 0), case("org/script:main"), case("tiny-stories"), case("gsm8k"), case("limo"),
-    case("fineweb-10b"), case("fineweb-1b"), case("climb-20b"), case("gsm8k", 0.1), case("org/streamed", None, True),
+    Case("org/card"), Case("org/card:large"), Case("org/card:small:train[5:90%]"), Case("org/card", 0.2),
+    Case("org/plain::test", 0), Case("org/script:main"), Case("tiny-stories"), Case("gsm8k"), Case("limo"),
+    Case("fineweb-10b"), Case("fineweb-1b"), Case("climb-20b"), Case("gsm8k", 0.1), STREAMED,
 ]  # fmt: skip
 BAD = [
-    ("org/gone", "DataError", "no public data set of that name"),
-    ("org/card@v2", "DataError", "org/card has no revision 'v2': see .*/datasets/org/card/tree"),
-    ("org/card:huge", "DataError", "org/card has no config huge: give one of small, large"),
-    ("org/card:validation", "DataError", "for the split of that name org/card::validation"),
-    ("org/card:large:dev", "DataError", r"org/card \(config large\) has no split dev, but train"),
-    ("org/script", "DataError", "several configs: give org/script:CONFIG with one of b, main"),
-    ("org/partial", "DataError", "converted only the beginning of org/partial"),
-    ("org/images", "DataError", "has no files of rows .*loading scripts of data sets are never run"),
-    ("org/card:small:train[9:2]", "UsageError", "the slice .*has no rows"),
-    ("a/b/c", "UsageError", "neither a path nor a data set"),
-    ("no such name!", "UsageError", "neither a local folder nor a name on the Hub"),
+    (Case("org/gone"), "DataError", "no public data set of that name"),
+    (Case("org/card@v2"), "DataError", "org/card has no revision 'v2': see .*/datasets/org/card/tree"),
+    (Case("org/card:huge"), "DataError", "org/card has no config huge: give one of small, large"),
+    (Case("org/card:validation"), "DataError", "for the split of that name org/card::validation"),
+    (Case("org/card:large:dev"), "DataError", r"org/card \(config large\) has no split dev, but train"),
+    (Case("org/script"), "DataError", "several configs: give org/script:CONFIG with one of b, main"),
+    (Case("org/partial"), "DataError", "converted only the beginning of org/partial"),
+    (Case("org/images"), "DataError", "has no files of rows .*loading scripts of data sets are never run"),
+    (Case("org/card:small:train[9:2]"), "UsageError", "the slice .*has no rows"),
+    (Case("a/b/c"), "UsageError", "neither a path nor a data set"),
+    (Case("no such name!"), "UsageError", "neither a local folder nor a name on the Hub"),
+    (Case("org/unknown", offline=True), "DataError", "org/unknown was not used before"),
+    (STREAMED._replace(offline=True), "DataError", "a.parquet of org/streamed is not in .*HF_HUB_OFFLINE forbids"),
 ]
-
-
-@dataclass
-class Told:
-    """A stand-in, a home, and what was answered there."""
-
-    hub: Hub
-    home: Path
-    answers: dict[Case, dict[str, Any]]
+PLAIN = GOOD[4]
+AGAIN = PLAIN._replace(offline=True)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
-    home = tmp_path_factory.mktemp("hub")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict[Case, dict[str, Any]]]]:
+    """A stand-in, and what a process answered that asked there."""
+    home, cases = tmp_path_factory.mktemp("hub"), [*GOOD, *(case for case, _, _ in BAD), AGAIN]
     with serve(SETS) as hub:
-        yield Told(hub, home, ask(home, hub.url, *GOOD, *(case(name) for name, _, _ in BAD)))
+        yield hub, dict(zip(cases, hub_stand_in.ask(DRIVER, home, hub.url, cases), strict=True))
+    # a streamed file is on the disk only while it is read
+    assert list((home / "llmq/streaming").iterdir()) == [] and not list((home / "hf").rglob("*streamed*/**/*.parquet"))
 
 
-def test_configs_splits_and_slices(told: Told) -> None:
-    card, large, sliced, fraction, plain, script = (told.answers[name] for name in GOOD[:6])
+def test_configs_splits_and_slices(told) -> None:
+    card, large, sliced, fraction, plain, script = (told[1][name] for name in GOOD[:6])
     assert (card["train"], card["eval"], card["title"]) == (list(range(10)), [100, 101], "card-small")
     assert card["place"] == "org/card/small/train-0.parquet:1" and "those of the validation split" in card["rule"]
     assert COMMIT[:12] in card["rule"] and f"'{COMMIT}'" in card["key"]
@@ -150,33 +144,20 @@ def test_configs_splits_and_slices(told: Told) -> None:
     assert (script["train"], script["eval"]) == ([0, 1, 2, 3], [9]) and CONVERTED[:12] in script["rule"]
 
 
-def test_files_are_fetched_once_and_nothing_that_could_run(told: Told) -> None:
-    fetched = [path for path in told.hub.fetched() if "streamed" not in path]
+def test_files_are_fetched_once_and_nothing_that_could_run(told) -> None:
+    fetched = [path for path in told[0].fetched() if "streamed" not in path]
     assert len(fetched) == len(set(fetched)) > 20
     assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
 
 
-@pytest.mark.slow
-def test_what_was_used_once_is_there_offline(told: Told) -> None:
-    asked = len(told.hub.requests)
-    known, unknown = case("org/card"), case("org/unknown")
-    streamed = GOOD[-1]  # whose files are not kept
-    answers = ask(told.home, told.hub.url, known, unknown, streamed, HF_HUB_OFFLINE="1")
-    assert answers[known] == told.answers[known] and len(told.hub.requests) == asked
-    assert answers[unknown]["error"] == "DataError" and "org/unknown was not used before" in answers[unknown]["text"]
-    assert "a.parquet of org/streamed is not in" in answers[streamed]["text"]
-    assert "HF_HUB_OFFLINE forbids" in answers[streamed]["text"]
+def test_what_was_used_once_is_there_offline_and_streams_are_read_whole(told) -> None:
+    hub, answers = told
+    assert answers[AGAIN] == answers[PLAIN] and sum("api/datasets/org/plain" in path for _, path in hub.requests) == 1
+    assert (answers[STREAMED]["train"], answers[STREAMED]["eval"]) == (list(range(10)), None)
 
 
-def test_a_streamed_file_is_on_the_disk_only_while_it_is_read(told: Told) -> None:
-    streamed = told.answers[GOOD[-1]]
-    assert (streamed["train"], streamed["eval"]) == (list(range(10)), None)
-    assert list((told.home / "llmq/streaming").iterdir()) == []
-    assert not list((told.home / "hf").rglob("*streamed*/**/*.parquet"))
-
-
-def test_the_sets_of_llmq_have_its_rules(told: Told) -> None:
-    stories, gsm8k, limo, web, billion, climb, refused = (told.answers[name] for name in GOOD[6:13])
+def test_the_sets_of_llmq_have_its_rules(told) -> None:
+    stories, gsm8k, limo, web, billion, climb, refused = (told[1][name] for name in GOOD[6:13])
     assert (stories["train"], stories["eval"]) == ([1, 2], [3])
     assert (gsm8k["train"], gsm8k["eval"]) == ([1, 2], [3])
     assert len(limo["train"]) == 20 and sorted(limo["train"] + limo["eval"]) == list(range(60))
@@ -188,11 +169,10 @@ def test_the_sets_of_llmq_have_its_rules(told: Told) -> None:
     assert refused["error"] == "UsageError" and "gsm8k has its own part for evaluation" in refused["text"]
 
 
-@pytest.mark.parametrize(("name", "kind", "says"), BAD)
-def test_what_is_not_there_is_said(told: Told, name: str, kind: str, says: str) -> None:
-    answer = told.answers[case(name)]
-    assert answer["error"] == kind and re.search(says, answer["text"]), answer
-    assert "\n" not in answer["text"]
+@pytest.mark.parametrize(("case", "kind", "says"), BAD)
+def test_what_is_not_there_is_said(told, case: Case, kind: str, says: str) -> None:
+    answer = told[1][case]
+    assert answer["error"] == kind and re.search(says, answer["text"]) and "\n" not in answer["text"], answer
 
 
 def test_a_spec_in_parts() -> None:
@@ -222,9 +202,7 @@ def test_layouts_by_name() -> None:
     ]:  # fmt: skip
         found = layout("a/b", deep, [{"config_name": "x", "data_files": pattern}])
         assert [path for paths in found.get("x", {}).values() for path in paths] == sorted(names), pattern
-    assert by_split(["contest.jsonl", "latest-dev.jsonl"]) == {
-        "train": ["contest.jsonl"],
-        "validation": ["latest-dev.jsonl"],
-    }
+    found = by_split(["contest.jsonl", "latest-dev.jsonl"])
+    assert found == {"train": ["contest.jsonl"], "validation": ["latest-dev.jsonl"]}
     with pytest.raises(DataError, match="has no files of rows"):
         converted_layout("a/b", {"x.parquet": 1})
