@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from chat_cases import CHATML, CHATS, GOLDEN, LONG, PAIRS, REASONED, SPECIAL, TOOLS, VARIABLES, chat_tokenizer, template
 from tokenizers import normalizers, pre_tokenizers
@@ -20,7 +19,7 @@ def marked(sample: Sample) -> str:
     """A sample's text with its spans between guillemets."""
     text = sample.text
     for start, stop in reversed(sample.spans):
-        text = f"{text[:start]}\u00ab{text[start:stop]}\u00bb{text[stop:]}"
+        text = f"{text[:start]}«{text[start:stop]}»{text[stop:]}"
     return text + "+EOS" * sample.ends
 
 
@@ -51,44 +50,43 @@ BETWEEN_CALLS = [
 # sample of its own.
 MASKED = {
     "end tokens": ("chatml", "long", None, [
-        f"{VERSE}{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"
-        f"{USER}And\n\nnow?{END}{ASSISTANT}\u00ab\n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n<|im_end|>\u00bb\n"]),
+        f"{VERSE}{USER}What is in the box?{END}{ASSISTANT}«Nothing.<|im_end|>»\n"
+        f"{USER}And\n\nnow?{END}{ASSISTANT}«\n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n<|im_end|>»\n"]),
     "nothing behind the end": ("llama3", "system", None, [
         f"<s>{HEADER('system')}Answer in verse.<|eot_id|>{HEADER('user')}What is in the box?<|eot_id|>"
-        f"{HEADER('assistant')}\u00abNothing.<|eot_id|>\u00bb"]),
-    "EOS as the end": ("zephyr", "one", None, [
-        "<|user|>\nWhat is in the box?</s>\n<|assistant|>\n\u00abNothing.</s>\u00bb\n"]),
-    "no generation prompt": ("mistral", "one", None, ["<s>[INST]What is in the box?[/INST]\u00ab Nothing.</s>\u00bb"]),
+        f"{HEADER('assistant')}«Nothing.<|eot_id|>»"]),
+    "EOS as the end": ("zephyr", "one", None, ["<|user|>\nWhat is in the box?</s>\n<|assistant|>\n«Nothing.</s>»\n"]),
+    "no generation prompt": ("mistral", "one", None, ["<s>[INST]What is in the box?[/INST]« Nothing.</s>»"]),
     "a system message that moves to the last question": ("mistral", "long", None, [
-        "<s>[INST]Answer in verse.\n\nWhat is in the box?[/INST]\u00ab Nothing.</s>\u00bb",
+        "<s>[INST]Answer in verse.\n\nWhat is in the box?[/INST]« Nothing.</s>»",
         "<s>[INST]What is in the box?[/INST] Nothing.</s>[INST]Answer in verse.\n\nAnd\n\nnow?[/INST]"
-        "\u00ab \n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n</s>\u00bb"]),
+        "« \n  A r\u00e9sum\u00e9 \u2014 \U0001f600.\n</s>»"]),
     "reasoning that earlier turns leave out": ("qwen3", "reasoned", None, [
-        f"{USER}2 + 2?{END}{ASSISTANT}\u00ab<think>\nTwo and two.\n</think>\n\n4.<|im_end|>\u00bb\n",
+        f"{USER}2 + 2?{END}{ASSISTANT}«<think>\nTwo and two.\n</think>\n\n4.<|im_end|>»\n",
         f"{USER}2 + 2?{END}{ASSISTANT}4.{END}{USER}And 3 + 3?{END}{ASSISTANT}"
-        "\u00ab<think>\nThree and three.\n</think>\n\n6.<|im_end|>\u00bb\n"]),
+        "«<think>\nThree and three.\n</think>\n\n6.<|im_end|>»\n"]),
     "reasoning that stays between tool calls": ("qwen3", BETWEEN_CALLS, None, [
-        f"{USER}Rome?{END}{ASSISTANT}\u00ab<think>\nAsk.\n</think>\n\n<tool_call>\n"
-        '{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call><|im_end|>\u00bb\n'
+        f"{USER}Rome?{END}{ASSISTANT}«<think>\nAsk.\n</think>\n\n<tool_call>\n"
+        '{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call><|im_end|>»\n'
         f"{USER.strip()}\n<tool_response>\nrain\n</tool_response>{END}"
-        f"{ASSISTANT}\u00ab<think>\nWet.\n</think>\n\nIt rains.<|im_end|>\u00bb\n"]),
+        f"{ASSISTANT}«<think>\nWet.\n</think>\n\nIt rains.<|im_end|>»\n"]),
     "a prompt that begins reasoning": (BEGINS, "one", None,
-        [f"{USER}What is in the box?{END}{ASSISTANT}\u00abNothing.<|im_end|>\u00bb\n"]),
+        [f"{USER}What is in the box?{END}{ASSISTANT}«Nothing.<|im_end|>»\n"]),
     **{f"a prompt that begins reasoning, and the answer {answer}": (
-        BEGINS, [ASKED[0], {"role": "assistant", "content": answer}], None, [f"{YES}\u00ab{answer}<|im_end|>\u00bb\n"])
+        BEGINS, [ASKED[0], {"role": "assistant", "content": answer}], None, [f"{YES}«{answer}<|im_end|>»\n"])
         for answer in ("<t", "<think", "<thin air>", "<th>ink</th>")},
     **{f"what others say, {content!r}": (LENIENT, [*ASKED, {"role": "user", "content": content}], "user",
-        [f"{USER}\u00abYes?<|im_end|>\u00bb\n{ASSISTANT}No.{END}{USER}\u00ab{content}<|im_end|>\u00bb\n"])
+        [f"{USER}«Yes?<|im_end|>»\n{ASSISTANT}No.{END}{USER}«{content}<|im_end|>»\n"])
         for content in ("i", "end", "user", "im_", "0", "<|im_start|>", "  a", "a\n", "|>")},
     "what others say where the template reads it": (
         READS, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "user",
-        ["\u00abuser: a\n\u00bb\u00abuser: b\n\u00bb+EOS"]),
-    "no end token, once": (PLAIN, "one", None, ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bb+EOS"]),
-    "no end token, all": (PLAIN, "one", "all", ["\u00abuser: What is in the box?\nassistant: Nothing.\n\u00bb+EOS"]),
+        ["«user: a\n»«user: b\n»+EOS"]),
+    "no end token, once": (PLAIN, "one", None, ["user: What is in the box?\nassistant: «Nothing.\n»+EOS"]),
+    "no end token, all": (PLAIN, "one", "all", ["«user: What is in the box?\nassistant: Nothing.\n»+EOS"]),
     "no end token, and a question at the end": (PLAIN, LONG[1:4], None,
-        ["user: What is in the box?\nassistant: \u00abNothing.\n\u00bbuser: And\n\nnow?\n"]),
+        ["user: What is in the box?\nassistant: «Nothing.\n»user: And\n\nnow?\n"]),
     "a second end token of the last turn": (PHI, [*ASKED, *ASKED], None,
-        [f"{YES}\u00abNo.<|im_end|>\n\u00bb{YES}\u00abNo.<|im_end|>\n</s>\u00bb"]),
+        [f"{YES}«No.<|im_end|>\n»{YES}«No.<|im_end|>\n</s>»"]),
     "the user alone": ("chatml", ASKED[:1], None, [f"<|im_start|>system\nBe brief.{END}{USER}Yes?{END}"]),
 }  # fmt: skip
 
@@ -125,18 +123,18 @@ def test_every_trained_turn_is_in_one_sample_as_it_is_at_inference():
 )  # fmt: skip
 def test_other_turns_are_trained_and_those_whose_messages_say_so_are_context_only(train_on, untrained, trained):
     chat = [*LONG[:4], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Stop."}]
-    before, behind = ("\u00bb", "\u00ab") if trained == "all" else ("\u00ab", "\u00bb")  # what is marked
+    before, behind = ("»", "«") if trained == "all" else ("«", "»")  # what is marked
     text = ""
     for turn, message in enumerate(chat):
         said, is_marked = f"{message['content']}<|im_end|>", turn in (untrained if trained == "all" else trained)
         text += f"<|im_start|>{message['role']}\n" + (f"{before}{said}{behind}" if is_marked else said) + "\n"
     found = samples(template("chatml"), Chat(chat, None, frozenset(untrained)), TrainOn.parse(train_on), SPECIAL)
-    assert [marked(sample) for sample in found] == [f"\u00ab{text}\u00bb" if trained == "all" else text]
+    assert [marked(sample) for sample in found] == [f"«{text}»" if trained == "all" else text]
 
 
 def test_tools_are_trained_by_role():
     (text,) = masked("llama3", TOOLS, "tool")
-    assert text.count("\u00ab") == 1 and '\u00ab{"degrees": 21}<|eot_id|>\u00bb' in text
+    assert text.count("«") == 1 and '«{"degrees": 21}<|eot_id|>»' in text
 
 
 @pytest.mark.parametrize("text", ["", "assistant,", "assitant", "all,user", "LAST"])
@@ -155,14 +153,14 @@ def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(
     hello = "Hello, how can I help?"
     chat = [{"role": "assistant", "content": hello}, {"role": "user", "content": "a"}]
     (text,) = masked(used, [{"role": "system", "content": "s"}] * system + chat)
-    spoken = text.split("\u00ab")[1].split("\u00bb")[0]
+    spoken = text.split("«")[1].split("»")[0]
     assert spoken.removeprefix("<think>\n\n</think>\n\n") in [hello + end for end in SPECIAL]
 
 
 def test_what_others_say_begins_in_their_message_where_another_content_changes_earlier_turns():
     chat = [*REASONED[:2], {"role": "user", "content": "<tool_response>5</tool_response>"}]
     (text,) = masked("qwen3", chat, "user")
-    assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("\u00ab<|im_start|>user\n<tool_resp")
+    assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("«<|im_start|>user\n<tool_resp")
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
@@ -175,28 +173,28 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
 # one before, where that differs.
 EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
 CONVENTIONS = {
-    "end inside": ("{{ m.content + '<|im_end|>' }}", "{{ '\n' }}", "\u00abNo.<|im_end|>\u00bb\n", None),
-    "end outside": ("{{ m.content }}", "{{ '<|im_end|>\n' }}", "\u00abNo.<|im_end|>\u00bb\n", None),
-    "end and line break inside": ("{{ m.content + '<|im_end|>\n' }}", "", "\u00abNo.<|im_end|>\n\u00bb", None),
-    "nothing behind": ("{{ m.content + '<|im_end|>' }}", "", "\u00abNo.<|im_end|>\u00bb", None),
-    "white space trimmed": ("\n  {{- m.content | trim + '<|im_end|>' -}}\n  ", "", "\u00abNo.<|im_end|>\u00bb", None),
-    "line breaks that Jinja takes": ("\n{{ m.content }}<|im_end|>\n", "", "\u00abNo.<|im_end|>\u00bb", None),
+    "end inside": ("{{ m.content + '<|im_end|>' }}", "{{ '\n' }}", "«No.<|im_end|>»\n", None),
+    "end outside": ("{{ m.content }}", "{{ '<|im_end|>\n' }}", "«No.<|im_end|>»\n", None),
+    "end and line break inside": ("{{ m.content + '<|im_end|>\n' }}", "", "«No.<|im_end|>\n»", None),
+    "nothing behind": ("{{ m.content + '<|im_end|>' }}", "", "«No.<|im_end|>»", None),
+    "white space trimmed": ("\n  {{- m.content | trim + '<|im_end|>' -}}\n  ", "", "«No.<|im_end|>»", None),
+    "line breaks that Jinja takes": ("\n{{ m.content }}<|im_end|>\n", "", "«No.<|im_end|>»", None),
     "two blocks": ("{{ '<think>' }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.content + '<|im_end|>\n' }}", "",
-                   "\u00ab<think>\u00bb|\u00abNo.<|im_end|>\n\u00bb", None),
+                   "«<think>»|«No.<|im_end|>\n»", None),
     "two blocks, the end between them": (
         "{{ m.content }}{%- endgeneration %}{{ '<|im_end|>' }}{%- generation %}", "{{ '\n' }}",
-        "\u00abNo.\u00bb<|im_end|>\n", None),
+        "«No.»<|im_end|>\n", None),
     "two blocks without an end": (
         "{{ m.content }}{%- endgeneration %}{{ '|' }}{%- generation %}{{ m.role }}", "{{ '\n' }}",
-        "\u00abNo.\u00bb|\u00abassistant\u00bb\n", None),
+        "«No.»|«assistant»\n", None),
     "two blocks that touch": ("{{ m.content }}{%- endgeneration %}{%- generation %}{{ '<|im_end|>\n' }}", "",
-                              "\u00abNo.\u00bb\u00ab<|im_end|>\n\u00bb", None),
-    "EOS behind the last": ("{{ m.content + '<|im_end|>\n' }}", EOS_OF_LAST, "\u00abNo.<|im_end|>\n\u00bb</s>",
-                            "\u00abNo.<|im_end|>\n\u00bb"),
+                              "«No.»«<|im_end|>\n»", None),
+    "EOS behind the last": ("{{ m.content + '<|im_end|>\n' }}", EOS_OF_LAST, "«No.<|im_end|>\n»</s>",
+                            "«No.<|im_end|>\n»"),
     "EOS in a block behind the last": (
         "{{ m.content + '<|im_end|>\n' }}", f"{{%- generation %}}{EOS_OF_LAST}{{%- endgeneration %}}",
-        "\u00abNo.<|im_end|>\n\u00bb\u00ab</s>\u00bb", "\u00abNo.<|im_end|>\n\u00bb"),
-    "no end at all": ("{{ m.content + '\n' }}", "", "\u00abNo.\n\u00bb+EOS", "\u00abNo.\n\u00bb"),
+        "«No.<|im_end|>\n»«</s>»", "«No.<|im_end|>\n»"),
+    "no end at all": ("{{ m.content + '\n' }}", "", "«No.\n»+EOS", "«No.\n»"),
 }  # fmt: skip
 
 
@@ -222,26 +220,7 @@ def test_a_turn_is_trained_through_its_end_token_and_gets_no_second_one(name):
 def test_an_empty_answer_is_trained_by_its_end_token(name):
     chat = [ASKED[0], {"role": "assistant", "content": ""}, *ASKED]
     (text,) = masked(convention(name), chat)
-    assert text.count("\u00ab<|im_end|>") == 1 and "+EOS" not in text
-
-
-@pytest.mark.judge
-@pytest.mark.parametrize("name", CONVENTIONS)
-def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_path):
-    pytest.importorskip("transformers", reason="the judge is transformers")
-    from golden.make_chats import judge
-
-    used, chat = convention(name), [*ASKED, *ASKED]
-    theirs = judge(tmp_path).apply_chat_template(
-        chat, chat_template=used.source, return_dict=True, return_assistant_tokens_mask=True
-    )
-    (sample,) = samples(used, Chat(chat), TrainOn(), SPECIAL)
-    encoding = chat_tokenizer().encode(sample.text, add_special_tokens=False)
-    assert encoding.ids == list(theirs["input_ids"])
-    ours, spoken = trained_tokens(encoding, sample.spans), np.array(theirs["assistant_masks"], bool)
-    assert ours[spoken].all()
-    added = [encoding.tokens[at] for at in np.flatnonzero(ours & ~spoken)]
-    assert added == ["<|im_end|>"] * (2 if name == "end outside" else 0)
+    assert text.count("«<|im_end|>") == 1 and "+EOS" not in text
 
 
 def test_a_generation_block_that_some_turns_lack_is_refused():

@@ -1,31 +1,27 @@
 """What a name or path means: files, folders, globs and splits, and which part is kept for evaluation."""
 
 import hashlib
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows import find_sources
 from llmq.data.rows.find_sources import NAMED, Found, find_anything, find_files, tiny_shakespeare
-from llmq.data.rows.row_files import Record
 from llmq.data.tokens.text import Texts, pieces
 from llmq.errors import DataError
 
 
 def write(path: Path, *numbers: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        path.write_text("n\n" + "".join(f"{n}\n" for n in numbers))
-    elif path.suffix == ".txt":
-        path.write_text("".join(f"line {n}\n" for n in numbers))
-    else:
-        path.write_text("".join(json.dumps({"n": n}) + "\n" for n in numbers))
+    head, line = {".csv": ("n\n", "{}\n"), ".txt": ("", "line {}\n")}.get(path.suffix, ("", '{{"n": {}}}\n'))
+    path.write_text(head + "".join(map(line.format, numbers)))
     return path
 
 
-def numbers(part: object) -> list[int]:
-    return [int(row.value["n"]) for _, row in part.read() if isinstance(row, Record)]  # type: ignore[attr-defined]
+def numbers(part: Any) -> list[int]:
+    return [int(row.value["n"]) for _, row in part.read()]
 
 
 def test_files_and_globs_are_one_set_of_rows(tmp_path: Path) -> None:
@@ -51,14 +47,11 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_splits_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "set/train-0.jsonl", 1, 2)
-    write(tmp_path / "set/sub/train-1.jsonl", 3)
-    write(tmp_path / "set/valid/a.jsonl", 4)
-    write(tmp_path / "set/test.jsonl", 5)
-    write(tmp_path / "set/.hidden.csv", 6)
-    write(tmp_path / "set/.git/x.csv", 6)
-    (tmp_path / "set/README.md").write_text("x")
-    (tmp_path / "set/dataset_infos.json").write_text("{}")
+    for name, *rows in (
+        ("train-0.jsonl", 1, 2), ("sub/train-1.jsonl", 3), ("valid/a.jsonl", 4), ("test.jsonl", 5), (".hidden.csv", 6),
+        (".git/x.csv", 6), ("README.md", 7), ("dataset_infos.json", 8),
+    ):  # fmt: skip
+        write(tmp_path / "set" / name, *rows)
     found = find_files([str(tmp_path / "set")])
     assert (numbers(found.train), numbers(found.evaluation), found.title) == ([3, 1, 2], [4], "set")
     asked = find_files([str(tmp_path / "set")], eval_fraction=0.34)
@@ -97,12 +90,8 @@ def test_a_folder_that_is_not_clear_is_refused(tmp_path: Path, make: list[str], 
 def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
-
-    def as_hub(text: str, held: object, streaming: bool) -> Found:
-        asked.append(text)
-        return Found("hub", (text,), Texts(()), None, "")
-
-    monkeypatch.setattr(find_sources, "_hub", as_hub)
+    hub = Found("hub", (), Texts(()), None, "")
+    monkeypatch.setattr(find_sources, "_hub", lambda text, *how: asked.append(text) or hub)
     monkeypatch.setattr(find_sources, "tiny_shakespeare", lambda: write(tmp_path / "tiny.txt", *range(100)))
     write(tmp_path / "org/name/a.jsonl", 1, 2)
     write(tmp_path / "train[1].jsonl", 1)
@@ -111,7 +100,7 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
     assert numbers(find_anything("train[1].jsonl", 0).train) == [1]
     assert find_anything("tiny-shakespeare", None).asked == ("tiny-shakespeare",)
     for text in ("wikitext:wikitext-2-raw-v1:train[:10%]", "org/other", "wikitext"):
-        assert find_anything(text, None).title == "hub" and asked[-1] == text
+        assert find_anything(text, None) == hub and asked[-1] == text
     for text in ("./gone", "gone.jsonl", "/gone", "gone/*.csv"):
         with pytest.raises(DataError, match=r"gone.*: (check the path|cannot be read)"):
             find_anything(text, None).identity()
@@ -119,8 +108,6 @@ def test_a_name_is_a_path_a_named_set_or_of_the_hub(tmp_path: Path, monkeypatch)
 
 
 def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
-    from llmq.data.chat.encoded import EncodeOptions
-
     found = Found("x", ("x",), Texts(()), None, "", data_format="text", mapping=(("text", "body"),))
     assert found.known(EncodeOptions()) == EncodeOptions("text", (("text", "body"),))
     asked = EncodeOptions("messages", (("messages", "m"),))
@@ -128,9 +115,7 @@ def test_what_is_known_of_a_set_gives_way_to_what_is_asked() -> None:
 
 
 def test_the_named_sets_are_those_of_llmq() -> None:
-    assert set(NAMED) == {
-        "tiny-stories", "gsm8k", "limo", "fineweb-1b", "fineweb-10b", "climb-1b", "climb-10b", "climb-20b",
-    }  # fmt: skip
+    assert " ".join(NAMED) == "tiny-stories gsm8k limo fineweb-1b fineweb-10b climb-1b climb-10b climb-20b"
     assert len(find_sources.CLIMB_WEIGHTS) == 20
 
 

@@ -177,10 +177,8 @@ def test_what_is_not_there_is_said(told, case: Case, kind: str, says: str) -> No
 
 def test_a_spec_in_parts() -> None:
     spec = HubSpec.parse("wikitext:wikitext-2-raw-v1:train[:10%]")
-    assert (spec.name, spec.config, spec.split, spec.revision) == ("wikitext", "wikitext-2-raw-v1", "train", "main")
-    assert spec.borders == ("", "10%")
-    spec = HubSpec.parse("org/name@refs/pr/1::test")
-    assert spec == HubSpec("org/name", "refs/pr/1", split="test")
+    assert spec == HubSpec("wikitext", "main", "wikitext-2-raw-v1", "train", ("", "10%"))
+    assert HubSpec.parse("org/name@refs/pr/1::test") == HubSpec("org/name", "refs/pr/1", split="test")
     for text in ("a:b:c:d", "a[1:2]", "", ":b", "a:b:", "a:b:[1:2]", "a:b:c[1]"):
         with pytest.raises(UsageError):
             HubSpec.parse(text)

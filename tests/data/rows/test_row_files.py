@@ -8,8 +8,7 @@ import io
 import json
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,6 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=n % 2 == 0) + "\n" for n, row in enumerate(rows)).encode()
 
 
-def as_json(rows: list[dict[str, Any]]) -> bytes:
-    return json.dumps(rows, ensure_ascii=False, indent=1).encode()
-
-
 def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
@@ -55,38 +50,34 @@ def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     return out.getvalue().encode()
 
 
-def twice() -> bytes:
-    out = pa.BufferOutputStream()
-    pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["a", "a"]), out)
-    return bytes(out.getvalue().to_pybytes())
-
-
-def parquet(rows: list[dict[str, Any]]) -> bytes:
+def parquet(table: pa.Table) -> bytes:
     out = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), out, row_group_size=300, data_page_size=2000, write_page_checksum=True)
+    pq.write_table(table, out, row_group_size=300, data_page_size=2000, write_page_checksum=True)
     return out.getvalue()
 
 
 def zst(content: bytes) -> bytes:
-    out = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(out, "zstd") as stream:
-        stream.write(content)
-    return out.getvalue().to_pybytes()
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
-KINDS: dict[str, Callable[[], bytes]] = {
-    "a.jsonl": lambda: jsonl(ROWS),
-    "a.ndjson": lambda: jsonl(ROWS).rstrip(b"\n"),
-    "a.jsonl.gz": lambda: gzip.compress(jsonl(ROWS)),
-    "a.JSONL.zst": lambda: zst(jsonl(ROWS)),
-    "bom.jsonl": lambda: b"\xef\xbb\xbf" + jsonl(ROWS),
-    "a.json": lambda: as_json(ROWS),
-    "a.json.gz": lambda: gzip.compress(as_json(ROWS)),
-    "a.csv": lambda: as_csv(ROWS),
-    "a.tsv": lambda: as_csv(ROWS, "\t"),
-    "a.csv.zst": lambda: zst(b"\xef\xbb\xbf" + as_csv(ROWS)),
-    "a.parquet": lambda: parquet(ROWS),
-}
+def content(name: str, rows: list[dict[str, Any]]) -> bytes:
+    """A file of rows of the kind that its name says; with a byte order mark and no line end where that says bom."""
+    match opened(Path(name)):
+        case RowFile(kind="jsonl"):
+            made = jsonl(rows)
+        case RowFile(kind="json"):
+            made = json.dumps(rows, ensure_ascii=False, indent=1).encode()
+        case RowFile(kind="csv", delimiter=delimiter):
+            made = as_csv(rows, delimiter)
+        case _:
+            made = parquet(pa.Table.from_pylist(rows))
+    made = b"\xef\xbb\xbf" + made.rstrip(b"\n") if name.startswith("bom") else made
+    return gzip.compress(made) if name.endswith(".gz") else zst(made) if name.endswith(".zst") else made
+
+
+TWICE = pa.table([["x"], ["y"]], names=["a", "a"])
+SOME = ("a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.jsonl.zst")
+KINDS = (*SOME, "a.ndjson", "a.JSONL.zst", "bom.jsonl", "a.json.gz", "a.tsv", "bom.csv.zst")
 
 
 def opened(path: Path) -> RowFile:
@@ -95,7 +86,7 @@ def opened(path: Path) -> RowFile:
     return file
 
 
-def rows_of(path: Path) -> list[Record | BadRow]:
+def rows_of(path: Path) -> list[Any]:
     return [read() for _, read in opened(path).rows()]
 
 
@@ -103,14 +94,14 @@ def rows_of(path: Path) -> list[Record | BadRow]:
 def test_every_kind_gives_the_same_rows_from_anywhere(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(row_files, "BLOCK_BYTES", 100)  # rows go over the borders of what is read
     path = tmp_path / name
-    path.write_bytes(KINDS[name]())
+    path.write_bytes(content(name, ROWS))
     file = opened(path)
-    assert [row.value for row in rows_of(path)] == ROWS  # type: ignore[union-attr]
+    assert [row.value for row in rows_of(path)] == ROWS
     assert rows_of(path)[6].place == f"{path}:7" and file.num_rows() == len(ROWS)
     for start in (0, 1, 299, 300, 301, 699, 700, 800):
         got = [(at, read()) for at, read in file.rows(start)]
         assert [at for at, _ in got] == list(range(start, len(ROWS)))
-        assert all(row.value == ROWS[at] for at, row in got)  # type: ignore[union-attr]
+        assert all(row.value == ROWS[at] for at, row in got)
 
 
 def test_what_is_no_file_of_rows() -> None:
@@ -147,24 +138,21 @@ def test_a_bad_line_is_a_bad_row_and_the_next_is_read(tmp_path: Path, around: An
     path.write_bytes(line.join(around))
     first, bad, last = rows_of(path)
     assert isinstance(bad, BadRow) and bad.place == f"{path}:2" and says in bad.reason
-    assert isinstance(first, Record) and isinstance(last, Record) and (first.value["a"], last.value["a"]) == ("1", "2")
+    assert (first.value["a"], last.value["a"]) == ("1", "2")
 
 
 def test_a_bad_row_of_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     raw = pa.array([b"fine", b"caf\xe9", None, b"fine"], pa.binary())
     pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), 4, raw.buffers())}), path)
-    rows = rows_of(path)
-    assert [isinstance(row, BadRow) for row in rows] == [False, True, True, False]
-    assert [row.reason.split(":")[0] for row in rows if isinstance(row, BadRow)] == [
-        "a value that cannot be read ('utf-8' codec can't decode byte 0xe9 in position 3",
-        "the row is empty",
-    ]
-    assert rows[1].place == f"{path}:2"
+    first, broken, empty, last = rows_of(path)
+    assert isinstance(first, Record) and isinstance(last, Record)
+    assert str(broken).startswith(f"{path}:2: a value that cannot be read ('utf-8' codec can't decode byte 0xe9 in")
+    assert str(empty) == f"{path}:3: the row is empty"
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "broken", "says"),
     [
         ("a.json", b'{"a": 1}', "a.json: not an array of rows"),
         ("a.json", b"", "a.json: not JSON .*line 1 column 1"),
@@ -180,21 +168,21 @@ def test_a_bad_row_of_parquet(tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(jsonl(ROWS))[:-900], r"a.jsonl.gz: cannot be read \(Truncated"),
         ("a.jsonl.zst", b"no zstd", "a.jsonl.zst: cannot be read"),
         ("a.jsonl.zst", zst(jsonl(ROWS))[:-9], "a.jsonl.zst.*: cannot be read .*runcated"),
-        ("a.parquet", twice(), "a.parquet: among the names of the columns, 'a' appears twice"),
+        ("a.parquet", parquet(TWICE), "a.parquet: among the names of the columns, 'a' appears twice"),
         ("a.parquet", b"PAR1 is not all", "a.parquet: not a parquet file"),
-        ("a.parquet", parquet(ROWS)[:-20], "a.parquet: not a parquet file"),
+        ("a.parquet", content("a.parquet", ROWS)[:-20], "a.parquet: not a parquet file"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, broken: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(broken)
     with pytest.raises(DataError, match=says):
         rows_of(tmp_path / name)
 
 
 def test_a_damaged_page_is_named_with_its_row(tmp_path: Path) -> None:
-    content = bytearray(parquet(ROWS))
-    content[len(content) // 2] ^= 1
-    (tmp_path / "a.parquet").write_bytes(content)
+    damaged = bytearray(content("a.parquet", ROWS))
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "a.parquet").write_bytes(damaged)
     with pytest.raises(DataError, match=r"a\.parquet:\d+: (not a parquet file|cannot be read)"):
         rows_of(tmp_path / "a.parquet")
 
@@ -208,7 +196,7 @@ def test_rows_of_any_length_are_refused_before_they_fill_the_memory(tmp_path: Pa
         ("a.csv", f"a\n1\n{'x' * 5000}\n", ":2: the row is longer than 1000"),
         ("a.tsv", 'a\tb\n1\t2\n"x\n' + "x\n" * 900, r":2: not CSV \(field larger than"),  # a quote that nobody closes
         ("a.csv", f"{'x' * 5_000_000}\n", ":1: the row is longer than 1000: split it, or check its quotes"),
-        ("a.json", as_json(ROWS).decode(), r": an array of more than 1000 bytes, .* a \.jsonl file of it"),
+        ("a.json", json.dumps(ROWS), r": an array of more than 1000 bytes, .* a \.jsonl file of it"),
     ):
         (tmp_path / name).write_text(text)
         tracemalloc.start()
@@ -249,9 +237,9 @@ def test_a_missing_file_is_a_data_error(tmp_path: Path) -> None:
             rows_of(tmp_path / name)
 
 
-def mutated(content: bytes, draw: random.Random) -> bytes:
-    """Content with some bytes changed, taken out, doubled or cut off."""
-    data = bytearray(content)
+def mutated(whole: bytes, draw: random.Random) -> bytes:
+    """A file with some bytes changed, taken out, doubled or cut off."""
+    data = bytearray(whole)
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(data) + 1)
         match draw.randrange(5):
@@ -269,19 +257,9 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
     return bytes(data)
 
 
-SMALL: dict[str, bytes] = {
-    "a.jsonl": jsonl(ROWS[:20]),
-    "a.json": as_json(ROWS[:20]),
-    "a.csv": as_csv(ROWS[:20]),
-    "a.parquet": parquet(ROWS[:20]),
-    "a.jsonl.gz": gzip.compress(jsonl(ROWS[:20])),
-    "a.jsonl.zst": zst(jsonl(ROWS[:20])),
-}
-
-
-def read_mutated(path: Path, draw: random.Random) -> str:
+def read_mutated(path: Path, whole: bytes, draw: random.Random) -> str:
     """Rows, bad rows with their place, or one DataError that names the file: nothing else. Says which it was."""
-    path.write_bytes(mutated(SMALL[path.name], draw))
+    path.write_bytes(mutated(whole, draw))
     found = "rows"
     try:
         for at, read in opened(path).rows():
@@ -295,10 +273,10 @@ def read_mutated(path: Path, draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("tries", [60, pytest.param(1500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SOME)
 def test_mutated_files_are_rows_or_named(tmp_path: Path, name: str, tries: int) -> None:
-    draw = random.Random(f"{name} {tries}")
-    found = {read_mutated(tmp_path / name, draw) for _ in range(tries)}
+    draw, whole = random.Random(f"{name} {tries}"), content(name, ROWS[:20])
+    found = {read_mutated(tmp_path / name, whole, draw) for _ in range(tries)}
     assert found & {"bad rows", "error"} and (tries < 100 or ("bad rows" if name == "a.jsonl" else "error") in found)
 
 
@@ -313,19 +291,10 @@ MIXED = [
 TRAIN, TEST = ((10, 9, 7, 3, 0, 15, 5, 2, 4, 14, 1, 13, 8), (12, 16, 11, 6))
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Rows {set, row} of a set of `count`."""
-
-    number: int
-    count: int
-
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Record]]:
-        for row in range(position[0] if position else 0, self.count):
-            yield (row + 1,), Record(f"set {self.number}:{row + 1}", {"set": self.number, "row": row})
-
-    def identity(self) -> Any:
-        return [self.number, self.count]
+def set_of(folder: Path, number: int, count: int) -> FileRows:
+    """So many rows {set, row} of a set."""
+    (folder / f"set-{number}.jsonl").write_bytes(jsonl([{"set": number, "row": row} for row in range(count)]))
+    return FileRows((opened(folder / f"set-{number}.jsonl"),))
 
 
 def files_of(folder: Path, counts: list[int]) -> tuple[RowFile, ...]:
@@ -367,28 +336,26 @@ def test_a_share_is_exact_and_its_sides_are_all_rows(fraction: Fraction, count: 
     assert sorted(held + [n for n in range(count) if HeldShare(fraction, False).has(n)]) == list(range(count))
 
 
-def test_a_mixture_is_that_of_datasets_and_goes_on_from_every_position() -> None:
-    rows = Mixed((Counted(0, 3), Counted(1, 5), Counted(2, 9)), WEIGHTS, 42)
-    found = list(rows.read())
-    assert [(row.value["set"], row.value["row"]) for _, row in found] == MIXED  # type: ignore[union-attr]
+def test_a_mixture_is_that_of_datasets_and_goes_on_from_every_position(tmp_path: Path) -> None:
+    rows = Mixed(tuple(set_of(tmp_path, number, count) for number, count in enumerate((3, 5, 9))), WEIGHTS, 42)
+    found: list[Any] = list(rows.read())
+    assert [(row.value["set"], row.value["row"]) for _, row in found] == MIXED
     for count, (position, _) in enumerate(found, 1):
         rest = [row for _, row in rows.read(tuple(json.loads(json.dumps(position))))]
         assert rest == [row for _, row in found[count:]]
-
-
-def test_a_mixture_goes_on_behind_many_draws_and_names_a_part_without_rows() -> None:
-    found = list((rows := Mixed((Counted(0, 4000), Counted(1, 1000)), (0.8, 0.2), 7)).read())
-    for count in (999, 1000, 1001, 2000, 3500):
+    rows = Mixed((set_of(tmp_path, 0, 4000), set_of(tmp_path, 1, 1000)), (0.8, 0.2), 7)
+    found = list(rows.read())
+    for count in (999, 1000, 1001, 2000, 3500):  # more than are drawn at once
         assert next(iter(rows.read(found[count - 1][0]))) == found[count]
     with pytest.raises(DataError, match="part 2 of the data set has no rows"):
-        next(iter(Mixed((Counted(0, 3), Counted(1, 0)), (1, 1), 0).read()))
+        next(iter(Mixed((set_of(tmp_path, 0, 3), set_of(tmp_path, 1, 0)), (1, 1), 0).read()))
 
 
-def test_drawn_rows_are_those_of_datasets() -> None:
+def test_drawn_rows_are_those_of_datasets(tmp_path: Path) -> None:
     assert train_test_order(17, 4, 42) == (TRAIN, TEST)
-    rows = Shuffled(Counted(0, 17), TRAIN)
-    found = list(rows.read())
-    assert [row.value["row"] for _, row in found] == list(TRAIN)  # type: ignore[union-attr]
+    rows = Shuffled(set_of(tmp_path, 0, 17), TRAIN)
+    found: list[Any] = list(rows.read())
+    assert [row.value["row"] for _, row in found] == list(TRAIN)
     assert list(rows.read(found[4][0])) == found[5:]
 
 
