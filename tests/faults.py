@@ -1,7 +1,7 @@
 """Do the tests bite? Faults to plant, one at a time: `pytest --fault NAME`, or all with tools/plant_faults.py.
 
 A fault is a function that stands in for one of llmq's while the tests run, and gets the real one first. Beside it are
-its target and the test files that should notice it: wrong maths, wrong memory, wrong steps, wrong data, wrong files.
+its target and the test files that should notice it: of wrong maths, wrong memory, wrong steps, wrong data, wrong files.
 """
 
 import inspect
@@ -13,14 +13,22 @@ from typing import Any
 
 import numpy as np
 
+GOLDEN = "tests/test_golden.py"
+ENGINE = "tests/engine/test_engine.py"
+KEPT = "tests/training/test_training_kept.py"
+LOADER = "tests/data/batches/test_loader.py"
+OPTIMIZER = "tests/ops/test_optimizer.py"
+ATTENTION = "tests/ops/test_attention.py"
+PROGRAM = "tests/plan/test_program.py"
+
 
 @dataclass(frozen=True)
 class Fault:
     """`wrong(real, *arguments)` is called in place of `target`, `package.module:name`, or `:Class.method`."""
 
-    wrong: Callable[..., Any]
     target: str
     tests: tuple[str, ...]
+    wrong: Callable[..., Any]
 
     def find(self) -> tuple[Any, str, Any]:
         """What holds the target, under which name, and the target as it lies there."""
@@ -47,114 +55,17 @@ def plant(fault: Fault) -> None:
         setattr(holder, name, classmethod(planted) if isinstance(found, classmethod) else planted)
 
 
-FAULTS: dict[str, Fault] = {}
-GOLDEN = "tests/test_golden.py"
-ENGINE = "tests/engine/test_engine.py"
-BY_HAND = "tests/training/test_training_by_hand.py"
-KEPT = "tests/training/test_training_kept.py"
-OPTIMIZER = "tests/ops/test_optimizer.py"
-ATTENTION = "tests/ops/test_attention.py"
-
-
-def fault(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Enters a function into the table under its name."""
-
-    def enter(wrong: Callable[..., Any]) -> Callable[..., Any]:
-        FAULTS[wrong.__name__] = Fault(wrong, target, tests)
-        return wrong
-
-    return enter
-
-
-def op_fault(op: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A fault of the reference backend's op."""
-    return fault(f"llmq.ops.reference:OPS.{op}", *tests)
-
-
-# the maths of ops
-
-
-@fault("llmq.engine.stored:rope_table", GOLDEN)
-def rope_frequencies_off_by_one(real, config, head_dim, length, dtype):
+def _off_by_one(real, config, head_dim, length, dtype):
     return real(config, head_dim + 2, length, dtype).reshape(length, 2, -1)[..., 1:].reshape(length, head_dim)
 
 
-@fault("llmq.ops.reference.rope:_turned", "tests/ops/test_rope.py")
-def rope_turns_backwards(real, x, cos, sin, *heads):
-    return real(x, cos, -sin, *heads)
+def _with_array(handle, change):
+    """An op's operand with another array."""
+    return replace(handle, array=change(handle.array))
 
 
-@fault("llmq.ops.reference.attention:_scores", ATTENTION)
-def mask_ignored(real, q, k, mask, softmax_scale):
-    return real(q, k, 0 * np.isinf(mask), softmax_scale)
-
-
-@fault("llmq.ops.reference.attention:_blocks", ATTENTION)
-def documents_see_each_other(real, batch, length, borders, *about):
-    return real(batch, length, None, *about)
-
-
-@fault("llmq.ops.reference.attention:_blocks", ATTENTION)
-def window_off_by_one(real, batch, length, borders, window, *about):
-    return real(batch, length, borders, window and window + 1, *about)
-
-
-@op_fault("swiglu_forward", "tests/ops/test_swiglu.py")
-def gate_and_up_swapped(real, act, gate_up):
-    real(act, replace(gate_up, array=np.roll(gate_up.array, gate_up.shape[-1] // 2, axis=-1)))
-
-
-@op_fault("linear_dgrad", "tests/ops/test_linear.py")
-def residual_gradient_dropped(real, d_x, d_y, weight, residual, **numbers):
-    real(d_x, d_y, weight, None, **numbers)
-
-
-@op_fault("loss_sum", "tests/ops/test_cross_entropy.py")
-def ignored_tokens_counted(real, loss_total, num_tokens, loss, targets):
-    real(loss_total, num_tokens, loss, replace(targets, array=np.maximum(targets.array, 0)))
-
-
-@op_fault("grad_scale", OPTIMIZER)
-def gradient_not_clipped(real, *handles, grad_clip):
-    real(*handles, grad_clip=0.0)
-
-
-@op_fault("adamw", OPTIMIZER)
-def bias_correction_off_by_one(real, *handles, **numbers):
-    *others, step = handles
-    real(*others, replace(step, array=step.array + 1), **numbers)
-
-
-@op_fault("sgd", OPTIMIZER)
-def momentum_not_ahead(real, *handles, **numbers):
-    real(*handles, **{**numbers, "nesterov": False})
-
-
-@fault("llmq.ops.reference.optimizer:random_bits", "tests/ops/test_random.py", OPTIMIZER)
-def rounding_same_every_step(real, seed, step, *address):
-    return real(seed, 0, *address)
-
-
-@fault("llmq.operands:to_form", "tests/ops/test_quantize.py")
-def copies_scaled_wrongly(real, value, form, scale):
-    return real(value, form, None if scale is None else scale * np.float32(2))
-
-
-# what is planned
-
-
-@fault("llmq.operands:Output._write", ENGINE)
-def accumulation_dropped(real, output, value):
-    real(replace(output, accumulate=False), value)
-
-
-@fault("llmq.plan.plan:accumulate", "tests/plan/test_program.py", ENGINE)
-def every_micro_step_is_planned_as_the_first(real, calls, *, first):
-    return real(calls, first=True)
-
-
-@fault("llmq.plan.passes.fates:apply", "tests/plan/passes/test_fates.py")
-def replay_reads_what_was_dropped(real, calls, fates):
+def _not_again(real, calls, fates):
+    """Replays that read what was dropped."""
     return [
         replace(call, inputs=tuple(ref and replace(ref, again=False) for ref in call.inputs))
         if call.phase == "replay"
@@ -163,77 +74,140 @@ def replay_reads_what_was_dropped(real, calls, fates):
     ]
 
 
-@fault("llmq.plan.passes.place:lay_out", "tests/plan/passes/test_place.py", ENGINE)
-def slots_overlap(real, lifetimes):
+def _overlapping(real, lifetimes):
     offsets, peak = real(lifetimes)
     return [offset // 2 // 256 * 256 for offset in offsets], peak
 
 
-@fault("llmq.model.parameters:parameter_rows", GOLDEN)
-def biases_and_norms_decay(real, config):
-    return tuple(replace(row, decay=True) for row in real(config))
-
-
-@fault("llmq.model.optimizer:_update_scales", "tests/model/test_optimizer.py")
-def scales_stay_as_they_are(real, ops, cells, apply):
-    return None
-
-
-# a run
-
-
-@fault("llmq.engine.engine:Engine.restore", ENGINE)
-def second_moment_not_restored(real, engine, read):
-    real(engine, lambda name: read(name) * (not name.startswith("v:")))
-
-
-@fault("llmq.training.schedule:Schedule.learning_rate", "tests/training/test_schedule.py")
-def rate_of_the_next_step(real, schedule, step):
-    return real(schedule, step + 1)
-
-
-@fault("llmq.training.loop:Engine.micro_step", BY_HAND)
-def only_the_last_micro_step_counts(real, engine, batch, *, first=True, last=True):
-    real(engine, batch, first=True, last=last)
-
-
-@fault("llmq.training.progress:Progress.read", KEPT)
-def resume_skips_a_sample(real, cls, state):
+def _later(real, cls, state):
     found = real(cls, state)
     return replace(found, position=found.position + 1)
 
 
-@fault("llmq.training.saving:check_same", KEPT)
-def other_options_continue_a_run(real, saved, now):
-    return None
+def _of_op(op: str, test: str, wrong: Callable[..., Any]) -> Fault:
+    """A fault of the reference backend's op."""
+    return Fault(f"llmq.ops.reference:OPS.{op}", (test,), wrong)
 
 
-@fault("llmq.training.finish:all_finite", KEPT)
-def a_ruined_model_is_exported(real, values):
-    return True
-
-
-# data
-
-
-@fault("llmq.data.batches.rows:sample_order", "tests/data/batches/test_loader.py")
-def epochs_all_alike(real, places, num_samples, seed):
-    return real(np.asarray(places) % num_samples, num_samples, seed)
-
-
-@fault("llmq.data.tokens.token_file:TokenFile.trained", "tests/data/batches/test_windows.py")
-def mask_of_inputs_not_of_targets(real, file, start, stop):
-    return real(file, start - 1, stop - 1)
-
-
-@fault("llmq.data.batches.loader:eval_batches", "tests/data/batches/test_loader.py")
-def evaluation_drops_its_last_batch(real, *arguments):
-    return iter(list(real(*arguments))[:-1])
-
-
-# files
-
-
-@fault("llmq.files.huggingface:_row_slices", "tests/files/test_huggingface.py")
-def export_transposed(real, row, value, dtype):
-    return real(row, value.T.reshape(value.shape), dtype)
+FAULTS = {
+    # the maths of ops
+    "rope_frequencies_off_by_one": Fault("llmq.engine.stored:rope_table", (GOLDEN,), _off_by_one),
+    "rope_turns_backwards": Fault(
+        "llmq.ops.reference.rope:_turned",
+        ("tests/ops/test_rope.py",),
+        lambda real, x, cos, sin, *heads: real(x, cos, -sin, *heads),
+    ),
+    "mask_ignored": Fault(
+        "llmq.ops.reference.attention:_scores",
+        (ATTENTION,),
+        lambda real, q, k, mask, softmax_scale: real(q, k, 0 * np.isinf(mask), softmax_scale),
+    ),
+    "documents_see_each_other": Fault(
+        "llmq.ops.reference.attention:_blocks",
+        (ATTENTION,),
+        lambda real, batch, length, borders, *about: real(batch, length, None, *about),
+    ),
+    "window_off_by_one": Fault(
+        "llmq.ops.reference.attention:_blocks",
+        (ATTENTION,),
+        lambda real, batch, length, borders, window, *about: real(
+            batch, length, borders, window and window + 1, *about
+        ),
+    ),
+    "gate_and_up_swapped": _of_op(
+        "swiglu_forward",
+        "tests/ops/test_swiglu.py",
+        lambda real, act, x: real(act, _with_array(x, lambda array: np.roll(array, array.shape[-1] // 2, axis=-1))),
+    ),
+    "residual_gradient_dropped": _of_op(
+        "linear_dgrad",
+        "tests/ops/test_linear.py",
+        lambda real, d_x, d_y, weight, residual, **numbers: real(d_x, d_y, weight, None, **numbers),
+    ),
+    "ignored_tokens_counted": _of_op(
+        "loss_sum",
+        "tests/ops/test_cross_entropy.py",
+        lambda real, *sums: real(*sums[:-1], _with_array(sums[-1], lambda targets: np.maximum(targets, 0))),
+    ),
+    "gradient_not_clipped": _of_op(
+        "grad_scale", OPTIMIZER, lambda real, *handles, grad_clip: real(*handles, grad_clip=0.0)
+    ),
+    "bias_correction_off_by_one": _of_op(
+        "adamw",
+        OPTIMIZER,
+        lambda real, *handles, **about: real(*handles[:-1], _with_array(handles[-1], lambda n: n + 1), **about),
+    ),
+    "momentum_not_ahead": _of_op(
+        "sgd", OPTIMIZER, lambda real, *handles, **numbers: real(*handles, **{**numbers, "nesterov": False})
+    ),
+    "rounding_same_every_step": Fault(
+        "llmq.ops.reference.optimizer:random_bits",
+        ("tests/ops/test_random.py", OPTIMIZER),
+        lambda real, seed, step, *address: real(seed, 0, *address),
+    ),
+    "copies_scaled_wrongly": Fault(
+        "llmq.operands:to_form",
+        ("tests/ops/test_quantize.py",),
+        lambda real, value, form, scale: real(value, form, None if scale is None else scale * np.float32(2)),
+    ),
+    # what is planned
+    "accumulation_dropped": Fault(
+        "llmq.operands:Output._write",
+        (ENGINE,),
+        lambda real, output, value: real(replace(output, accumulate=False), value),
+    ),
+    "every_micro_step_is_planned_as_the_first": Fault(
+        "llmq.plan.plan:accumulate", (PROGRAM, ENGINE), lambda real, calls, *, first: real(calls, first=True)
+    ),
+    "replay_reads_what_was_dropped": Fault(
+        "llmq.plan.passes.fates:apply", ("tests/plan/passes/test_fates.py",), _not_again
+    ),
+    "slots_overlap": Fault("llmq.plan.passes.place:lay_out", ("tests/plan/passes/test_place.py", ENGINE), _overlapping),
+    "biases_and_norms_decay": Fault(
+        "llmq.model.parameters:parameter_rows",
+        (GOLDEN,),
+        lambda real, config: tuple(replace(row, decay=True) for row in real(config)),
+    ),
+    "scales_stay_as_they_are": Fault(
+        "llmq.model.optimizer:_update_scales", ("tests/model/test_optimizer.py",), lambda real, *state: None
+    ),
+    # a run
+    "second_moment_not_restored": Fault(
+        "llmq.engine.engine:Engine.restore",
+        (ENGINE,),
+        lambda real, engine, read: real(engine, lambda name: read(name) * (not name.startswith("v:"))),
+    ),
+    "rate_of_the_next_step": Fault(
+        "llmq.training.schedule:Schedule.learning_rate",
+        ("tests/training/test_schedule.py",),
+        lambda real, schedule, step: real(schedule, step + 1),
+    ),
+    "only_the_last_micro_step_counts": Fault(
+        "llmq.training.loop:Engine.micro_step",
+        ("tests/training/test_training_by_hand.py",),
+        lambda real, engine, batch, *, first=True, last=True: real(engine, batch, first=True, last=last),
+    ),
+    "resume_skips_a_sample": Fault("llmq.training.progress:Progress.read", (KEPT,), _later),
+    "other_options_continue_a_run": Fault("llmq.training.saving:check_same", (KEPT,), lambda real, saved, now: None),
+    "a_ruined_model_is_exported": Fault("llmq.training.finish:all_finite", (KEPT,), lambda real, values: True),
+    # data
+    "epochs_all_alike": Fault(
+        "llmq.data.batches.rows:sample_order",
+        (LOADER,),
+        lambda real, places, num, seed: real(np.asarray(places) % num, num, seed),
+    ),
+    "mask_of_inputs_not_of_targets": Fault(
+        "llmq.data.tokens.token_file:TokenFile.trained",
+        ("tests/data/batches/test_windows.py",),
+        lambda real, file, start, stop: real(file, start - 1, stop - 1),
+    ),
+    "evaluation_drops_its_last_batch": Fault(
+        "llmq.data.batches.loader:eval_batches", (LOADER,), lambda real, *arguments: iter([*real(*arguments)][:-1])
+    ),
+    # files
+    "export_transposed": Fault(
+        "llmq.files.huggingface:_row_slices",
+        ("tests/files/test_huggingface.py",),
+        lambda real, row, value, dtype: real(row, value.T.reshape(value.shape), dtype),
+    ),
+}

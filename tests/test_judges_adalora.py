@@ -14,28 +14,32 @@ from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
 from golden.peft_judge import (
+    adamw_of,
+    assert_close,
+    assert_same_gradients,
     assert_same_logits,
+    assert_same_tensors,
     assert_same_weights,
     by_name,
+    changed,
     drawn,
     engine_of,
     export_base,
     hyper,
+    loaded_from,
+    merged_with,
     model_in,
     ours,
+    step_of,
+    tensors_of,
+    trained,
 )
-from safetensors.numpy import load_file
 
 from llmq.adapters.adalora import AdaLora, Budget, with_triplets
-from llmq.adapters.merge import merge
 from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets
-from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
-from llmq.engine.engine import Engine
-from llmq.files.source import find_source, open_parameters
 from llmq.model.config import read_config
-from llmq.plan.plan import make_plan
 
 pytestmark = pytest.mark.judge
 RANK, ALPHA = 6, 9.0
@@ -59,13 +63,7 @@ def made(config, weights, dtype):
     )
     torch.manual_seed(3)
     model = peft.get_peft_model(transformers_judge.model_of(config, weights, dtype), about)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_E" in name:
-                parameter.normal_()
-            elif "lora_" in name:
-                parameter.mul_(8)
-    return model
+    return changed(model, {"lora_E": lambda p: p.normal_(), "lora_": lambda p: p.mul_(8)}, seed=None)
 
 
 def backward(model, tokens, marks):
@@ -109,40 +107,28 @@ def test_gradients_are_those_of_peft(family):
         runs = [engine_of(config, model, adapters_of(config), precision, hyper()) for precision in (FP64, FP32)]
     count = np.count_nonzero(marks != -100)
     for run, bound in zip(runs, (1e-9, 1e-5), strict=True):
-        run.micro_step(Batch(tokens, marks))
-        found = {name: value / count for name, value in by_name(run, run.gradient).items()}
-        errors = relative_errors(found, gradients)
-        assert max(errors.values()) < bound, max(errors, key=errors.get)
+        assert_same_gradients(run, Batch(tokens, marks), gradients, loss, bound)
         half = [np.where(np.arange(len(marks))[:, None] % 2 == part, marks, -100) for part in (0, 1)]
         for part in (0, 1):
             run.micro_step(Batch(tokens, half[part]), first=part == 0, last=part == 1)
         found = {name: value / count for name, value in by_name(run, run.gradient).items()}
-        errors = relative_errors(found, gradients)
-        assert max(errors.values()) < bound, max(errors, key=errors.get)
+        assert_close(found, gradients, bound)
         assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     """AdamW in f64 and f32, with the schedule; the folder that each writes, read by the other; merged models."""
-    config, a = families.FAMILIES[family], families.ADAMW
+    config = families.FAMILIES[family]
     weights, parsed, adapters = families.weights(config), read_config(config), adapters_of(config)
     with transformers_judge.doubled():
         model = made(config, weights, "float64")
         runs = [engine_of(config, model, adapters, precision, hyper()) for precision in (FP64, FP32)]
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for name, p in named if ("lora_E" in name) == is_value], "weight_decay": decay}
-            for is_value, decay in ((False, a["weight_decay"]), (True, 0.0))
-        ]
-        about = {"lr": 0.0, "betas": (a["beta_1"], a["beta_2"]), "eps": a["epsilon"], "foreach": False}
-        optimizer, patterns = torch.optim.AdamW(groups, **about), []
+        optimizer, patterns = adamw_of(model, decays=lambda p: p.shape[1] > 1), []  # singular values have none
         for step in range(1, families.STEPS + 1):
             tokens, marks = batch_of(config, step)
             loss = backward(model, tokens, marks)
-            for group in optimizer.param_groups:
-                group["lr"] = families.learning_rate(step)
-            optimizer.step()
+            step_of(optimizer, step)
             model.base_model.update_and_allocate(step)
             theirs = model.peft_config["default"].rank_pattern
             patterns.append({} if theirs is None else {ours(n)[:-7]: tuple(flags) for n, flags in theirs.items()})
@@ -154,7 +140,7 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
                 tracked.after_update(run, step)
                 if patterns[-1]:
                     assert tracked.patterns(tracked.kept(run)) == patterns[-1], step
-        right = {ours(n): p.detach().numpy() for n, p in named}
+        right = trained(model)
     assert patterns[2] == {} and patterns[3] and len({str(pattern) for pattern in patterns}) > 3
     counts = [sum(map(sum, pattern.values())) for pattern in patterns]
     assert counts[-1] == 2 * len(adapters.targets) and len({sum(flags) for flags in patterns[-1].values()}) > 1
@@ -162,10 +148,10 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
         assert max(relative_errors(by_name(run, run.parameter), right).values()) < bound
     export_base(config, tmp_path / "base")
     model.float().save_pretrained(tmp_path / "theirs")
-    run, source = runs[1], find_source(str(tmp_path / "base"))
+    run = runs[1]
     export = run.plan.tracked.exported(export_of(adapters, run, tmp_path / "ours", tmp_path / "base"), run)
     export.write(lambda row: run.parameter(row.name))
-    one, other = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("ours", "theirs"))
+    one, other = tensors_of(tmp_path / "ours", tmp_path / "theirs")
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
     assert any(value.size == 0 for value in one.values())  # a map of which nothing is kept
     assert max(relative_errors(one, other).values()) < 1e-4
@@ -178,13 +164,11 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     read = open_adapter(tmp_path / "ours", parsed)
     kept = {target.module.name: target.kept for target in read.adapters.targets}
     assert kept == patterns[-1] and read.adapters.schedule == replace(BUDGET, spent=True)
-    again = Engine(make_plan(replace(run.plan.spec, adapters=read.adapters)), HostBackend())
-    again.load(read.values(open_parameters(source, 0))(again.plan.rows))
+    again = loaded_from(tmp_path / "base", read.adapters, read.values)
     assert_same_logits(again, loaded, tokens)
     export = export_of(read.adapters, again, tmp_path / "again", tmp_path / "base")
     export.write(lambda row: again.parameter(row.name))
-    twice = load_file(tmp_path / "again" / "adapter_model.safetensors")
-    assert twice.keys() == one.keys() and all(np.array_equal(value, one[name]) for name, value in twice.items())
+    assert_same_tensors(tmp_path / "again", tmp_path / "ours")
     with transformers_judge.doubled():  # trained on, with what is kept
         configs[0].inference_mode = False
         theirs = peft.get_peft_model(transformers_judge.model_of(config, weights, "float64"), configs[0])
@@ -197,6 +181,5 @@ def test_twenty_steps_keep_the_ranks_that_peft_keeps(family, tmp_path):
     own = {name: found[name][tuple(map(slice, value.shape))] for name, value in gradients.items()}
     assert max(relative_errors(values_as_one(own), values_as_one(gradients)).values()) < 1e-5
     assert all(np.count_nonzero(found[name]) == np.count_nonzero(own[name]) for name in own)
-    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
     whole = peft.PeftModel.from_pretrained(model_in(tmp_path / "base"), tmp_path / "theirs")
-    assert_same_weights(tmp_path / "merged", whole.merge_and_unload())
+    assert_same_weights(merged_with(tmp_path, "theirs"), whole.merge_and_unload())

@@ -13,23 +13,25 @@ import peft
 import torch
 from adapter_cases import BASES, METHODS, VIRTUAL, merged, trained
 from golden import families
-from golden.engines import FP32
-from golden.peft_judge import LENGTH, assert_same_logits, drawn, export_base, model_in
+from golden.peft_judge import (
+    assert_same_logits,
+    drawn,
+    export_base,
+    loaded_from,
+    merged_with,
+    model_in,
+    moved,
+    tensors_of,
+)
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, on_weights
 
 from llmq.adapters.merge import merge
 from llmq.adapters.resolve import open_adapter
-from llmq.backends.host import HostBackend
 from llmq.data.tokens.token_file import TokenFile
-from llmq.engine.engine import Engine
 from llmq.errors import DataError
-from llmq.files.source import find_source, open_parameters
+from llmq.files.source import find_source
 from llmq.model.config import from_folder
-from llmq.model.optimizer import Hyperparameters
-from llmq.plan.memory import Memory
-from llmq.plan.plan import make_plan
-from llmq.plan.spec import Spec
 
 pytestmark = pytest.mark.judge
 
@@ -80,12 +82,7 @@ def saved(tmp_path_factory):
     for number, (kind, about) in enumerate(KINDS.items()):
         made = peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **about)
         model = peft.get_peft_model(model_in(folder / "base"), made)
-        torch.manual_seed(number)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_A" in name or "lora_B" in name:
-                    parameter.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(folder / kind)
+        moved(model, 0.05, seed=number).save_pretrained(folder / kind)
         found = {name: p.detach().numpy().copy() for name, p in model.merge_and_unload().named_parameters()}
         base = load_file(folder / "base" / "model.safetensors")
         changes[kind] = {name: value - base[name] for name, value in found.items()}
@@ -121,24 +118,15 @@ def test_what_peft_saves_of_some_maps_is_read(kind, family, tmp_path):
     export_base(config, tmp_path / "base")
     made = peft.AdaLoraConfig if kind == "adalora" else peft.LoraConfig
     theirs = peft.get_peft_model(model_in(tmp_path / "base"), made(task_type="CAUSAL_LM", **READ[kind]))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(tmp_path / "theirs")
+    moved(theirs, 0.1, seed=0).save_pretrained(tmp_path / "theirs")
     source, parsed = find_source(str(tmp_path / "base")), from_folder(tmp_path / "base")
     read = open_adapter(tmp_path / "theirs", parsed)
     assert bool(read.copies) == (kind == "head") and read.check_base(source, 0) is None
-    spec = Spec(parsed, FP32, Memory(), Hyperparameters(), families.BATCH, LENGTH, adapters=read.adapters)
-    engine = Engine(make_plan(spec), HostBackend())
-    engine.load(read.values(open_parameters(source, 0))(engine.plan.rows))
-    tokens, _ = drawn(config, 0)
+    engine, (tokens, _) = loaded_from(tmp_path / "base", read.adapters, read.values), drawn(config, 0)
     assert_same_logits(engine, theirs.eval(), tokens)
-    merge(source, {tmp_path / "theirs": 1.0}, tmp_path / "merged", dtype=None, overwrite=False)
-    assert_same_logits(engine, model_in(tmp_path / "merged"), tokens)
+    assert_same_logits(engine, model_in(merged_with(tmp_path, "theirs")), tokens)
     if kind == "head":
-        stored = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+        (stored,) = tensors_of(tmp_path / "theirs")
         name = next(name for name in stored if name.endswith("lm_head.base_layer.weight"))
         stored[name] = stored[name] * 2
         save_file(stored, tmp_path / "theirs" / "adapter_model.safetensors")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from llmq.adapters.targets import EMBED, EMBED_ROW, FILE, LM_HEAD, Module, Target, linear_modules, modules_of
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
-from llmq.files.tensor_files import FILE_DTYPES, Stored
+from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, parameter_rows
 from llmq.row import Part, Row
@@ -122,23 +122,13 @@ class ReadModules:
 def read_modules(
     about: PeftConfig, tensors: Mapping[str, Stored], config: ModelConfig, ends: Collection[str], needed: str
 ) -> ReadModules:
-    """The tensors of a method that adapts modules, whose names have these `ends`; a target `needs` some of them."""
+    """The tensors of a method that adapts modules, whose names have these `ends`; a target `needs` some of them. Others
+    are biases, and parameters that are trained in full."""
     modules = {module.name: module for module in linear_modules(config)}
     found: dict[str, dict[str, Stored]] = {}
     own = {name: end for name in tensors for end in ends if name.endswith(f".{end}")}
     for name, end in own.items():
         found.setdefault(name.removesuffix(f".{end}"), {})[end] = tensors[name]
-    also, problems = checked_beside(about, tensors, config, own)
-    problems += [f"{name} is no linear map of this model" for name in found if name not in modules]
-    problems += [f"missing: {name}.{needed}" for name in modules if is_target(about, name) and name not in found]
-    return ReadModules({module: found[name] for name, module in modules.items() if name in found}, also, problems)
-
-
-def checked_beside(
-    about: PeftConfig, tensors: Mapping[str, Stored], config: ModelConfig, own: Collection[str]
-) -> tuple[frozenset[str], list[str]]:
-    """The rows that a config has trained in full, and what is wrong with the tensors of an adapter of any method: their
-    dtypes, and names and shapes of those that are not the method's `own`."""
     problems: list[str] = []
     also = modules_in_full(about, config, problems)
     rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
@@ -150,11 +140,11 @@ def checked_beside(
             problems.append(f"{name} is no part of an adapter of this model")
         elif name not in own and shapes[name] != tensor.shape:
             problems.append(f"{name} has shape {list(tensor.shape)}, the model asks for {list(shapes[name])}")
-        if tensor.dtype not in FILE_DTYPES:
-            problems.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
     in_full = [part.name for row in rows if row.name in also for part in row.parts]
     problems += [f"missing: {name}, of modules_to_save" for name in in_full if name not in tensors]
-    return also, problems
+    problems += [f"{name} is no linear map of this model" for name in found if name not in modules]
+    problems += [f"missing: {name}.{needed}" for name in modules if is_target(about, name) and name not in found]
+    return ReadModules({module: found[name] for name, module in modules.items() if name in found}, also, problems)
 
 
 def modules_in_full(about: PeftConfig, config: ModelConfig, problems: list[str]) -> frozenset[str]:

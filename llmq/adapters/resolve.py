@@ -26,7 +26,7 @@ from llmq.errors import DataError
 from llmq.files import tensor_files
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from llmq.files.source import ModelSource, Values, fingerprint, open_parameters
-from llmq.files.tensor_files import Stored, by_kind, read_tensor, tensors_of
+from llmq.files.tensor_files import FILE_DTYPES, Stored, by_kind, read_tensor, tensors_of
 from llmq.model.config import ModelConfig, problems_of, read_json
 from llmq.model.held import AS_IT_IS, HELD_FORMS, HeldBase
 from llmq.model.parameters import parameter_rows
@@ -264,6 +264,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     tensors = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in stored.items()}
     copies = {name: tensors.pop(name) for name in base_copies(about, tensors, config)}
     adapters, problems = method.of_peft(about, tensors, config)
+    wrong = ((name, tensor.dtype) for name, tensor in tensors.items() if tensor.dtype not in FILE_DTYPES)
+    problems += [f"{name} is stored as {dtype}; known are {', '.join(FILE_DTYPES)}" for name, dtype in wrong]
     base = about.base_model_name_or_path
     if problems:
         said, named = "; ".join(by_kind(problems, NAMES_AND_SIZES)), base or "which its config does not name"

@@ -171,15 +171,20 @@ def targets(
     UsageError for a rank larger than what it adds to, and for a pattern that matches none of the modules.
     """
     found = []
+
+    def first(patterns: Mapping[str, Any] | None, module: Module, otherwise: Any) -> Any:
+        hits = (value for key, value in (patterns or {}).items() if matches(WORDS.get(key, key), module.name))
+        return next(hits, otherwise)
+
     for module in modules:
-        own = by_pattern(ranks or {}, module.name, rank)
+        own = first(ranks, module, rank)
         if own > min(module.outputs, module.inputs):
             said = f"--lora-rank {rank}" if own == rank else f"--lora-rank-pattern's {own}"
             raise UsageError(
                 f"{said} is larger than {module.name} ({module.outputs} x {module.inputs}): use a "
                 "smaller rank, or leave that out of --lora-targets"
             )
-        own_alpha = by_pattern(alphas or {}, module.name, alpha)
+        own_alpha = first(alphas, module, alpha)
         found.append(Target(module, own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
     for option, patterns in (("--lora-rank-pattern", ranks), ("--lora-alpha-pattern", alphas)):
         for pattern in patterns or {}:
@@ -192,11 +197,6 @@ def without_head(modules: Sequence[Module], why: str) -> None:
     """UsageError if the head is among modules."""
     if any(module.name == LM_HEAD for module in modules):
         raise UsageError(why)
-
-
-def by_pattern(patterns: Mapping[str, float], name: str, otherwise: Any) -> Any:
-    """The value of the first pattern that a module's name matches."""
-    return next((value for key, value in patterns.items() if matches(WORDS.get(key, key), name)), otherwise)
 
 
 def modules_of(row: Row, config: ModelConfig) -> tuple[str, ...]:

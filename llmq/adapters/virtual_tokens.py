@@ -26,7 +26,7 @@ from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
 from llmq.blocks.virtual_tokens import PrefixedRotary, PromptedEmbed
 from llmq.files.source import Values
-from llmq.files.tensor_files import FILE_DTYPES, Stored
+from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Part, Row
@@ -66,8 +66,6 @@ class VirtualTokens(Method):
         if tensor.shape != wanted or not found.num_virtual:
             has = f"{TENSOR} has shape {list(tensor.shape)}"
             problems.append(f"{has}, its config and the model ask for {list(wanted)}")
-        if tensor.dtype not in FILE_DTYPES:
-            problems.append(f"{TENSOR} is stored as {tensor.dtype}; known are {', '.join(FILE_DTYPES)}")
         return found, problems
 
     def identity(self) -> dict[str, Any]:

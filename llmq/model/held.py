@@ -35,11 +35,6 @@ class Repeated:
     stop: int
     first: int = 0
 
-    @property
-    def size(self) -> int:
-        """Numbers."""
-        return math.prod(self.shape)
-
     def __len__(self) -> int:
         return self.shape[0]
 

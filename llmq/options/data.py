@@ -79,11 +79,7 @@ class DataOptions(Section):
     batch_size: Positive = option(4, "Sequences per micro-batch and GPU.", "per_device_train_batch_size", "batch")
     global_batch_size: Positive | None = option(None, "Sequences per optimizer step; replaces --grad-accumulation.")
     grad_accumulation: Positive = option(
-        lambda data: (
-            max((data.get("global_batch_size") or 0) // data.get("batch_size", 1), 1)
-            if data.get("global_batch_size")
-            else 4
-        ),
+        lambda data: max(total // data.get("batch_size", 1), 1) if (total := data.get("global_batch_size")) else 4,
         "Micro-batches per optimizer step.",
         "gradient_accumulation_steps",
         shown="4, or from --global-batch-size",

@@ -93,11 +93,8 @@ def with_commas(value: Any) -> Any:
 
 def dtype_name(value: Any) -> Any:
     """Our name of a dtype: `bf16` for PyTorch's `bfloat16`."""
-    return (
-        {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _computed(value: Any) -> Any:

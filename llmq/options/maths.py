@@ -30,15 +30,12 @@ FitMay = Annotated[tuple[Literal["states", "matmul"], ...] | None, BeforeValidat
 FP8_MATMULS = ("e4m3", "auto")
 Chunks = Literal["auto"] | Positive
 FALLING = ("cosine", "linear", "wsd")
-HUGGING_FACE = {  # names of transformers' schedulers
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
 
 
 def _our_name(schedule: Any) -> Any:
-    return HUGGING_FACE.get(schedule, schedule) if isinstance(schedule, str) else schedule
+    """That of one of transformers' schedulers."""
+    names = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
+    return names.get(schedule, schedule) if isinstance(schedule, str) else schedule
 
 
 Course = Annotated[Literal["cosine", "linear", "constant", "wsd"], BeforeValidator(_our_name)]

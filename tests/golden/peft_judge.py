@@ -3,17 +3,22 @@
 import re
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
+from adapter_cases import export_of
+from safetensors.numpy import load_file
 from tiny_engines import next_logits
 
 from golden import families, transformers_judge
-from golden.engines import relative_errors
+from golden.engines import FP32, relative_errors
+from llmq.adapters.merge import merge
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.files.huggingface import Export
+from llmq.files.source import find_source, open_parameters
 from llmq.model.config import read_config
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
@@ -33,6 +38,22 @@ def ours(name):
     return name.replace(".default.", ".").replace(".base_layer.", ".")
 
 
+def changed(model, changes, seed=3):
+    """The model with parameters changed in place, each by the first of `changes` whose name is a part of its own."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (part := next((part for part in changes if part in name), None)) is not None:
+                changes[part](parameter)
+    return model
+
+
+def moved(model, by, seed):
+    """The model with A and B, or what else adapters have but magnitudes, a little beside where they are."""
+    return changed(model, {"magnitude": lambda p: None, "lora_": lambda p: p.add_(torch.randn_like(p) * by)}, seed)
+
+
 def trained(model, of=lambda p: p.detach()):
     """Trained parameters by our names, in f64."""
     return {
@@ -40,11 +61,15 @@ def trained(model, of=lambda p: p.detach()):
     }
 
 
+def spec_of(parsed, adapters, precision=FP32, hyper=None, num_virtual=0):
+    """A plan of our engine, with room for virtual tokens."""
+    about = (Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH + num_virtual)
+    return Spec(parsed, precision, *about, adapters=adapters)
+
+
 def engine_of(config, model, adapters, precision, hyper=None):
     """Our engine with the parameters of PEFT's model."""
-    spec = Spec(
-        read_config(config), precision, Memory(), hyper or Hyperparameters(), families.BATCH, LENGTH, adapters=adapters
-    )
+    spec = spec_of(read_config(config), adapters, precision, hyper)
     named = {ours(name): p.detach().to(torch.float64).numpy() for name, p in model.named_parameters()}
     return loaded(spec, lambda row: named)
 
@@ -70,6 +95,47 @@ def by_name(engine, read):
             value = read(row.name).reshape(row.part_axes).astype(np.float64)
             found |= {part.name: value[part.start : part.stop] for part in row.parts}
     return found
+
+
+def loaded_from(base, adapters, values, num_virtual=0):
+    """Our engine in f32 with the values of all rows that `values` makes of those of a folder."""
+    source = find_source(str(base))
+    engine = Engine(make_plan(spec_of(source.config, adapters, num_virtual=num_virtual)), HostBackend())
+    engine.load(values(open_parameters(source, 0))(engine.plan.rows))
+    return engine
+
+
+def assert_same_gradients(run, batch, right, loss, bound):
+    """Of a micro-batch, per token, and the loss."""
+    run.micro_step(batch)
+    count = np.count_nonzero(batch.targets != -100)
+    assert_close({name: value / count for name, value in by_name(run, run.gradient).items()}, right, bound)
+    assert run.update(1, 0.0).loss == pytest.approx(loss, rel=bound)
+
+
+def assert_peft_reads(run, adapters, folder, tokens, *, model=None, num_virtual=0):
+    """What is exported as `ours` beside the model in `base` computes there what it does here; the loaded model."""
+    export_of(adapters, run, folder / "ours", folder / "base", model).write(lambda row: run.parameter(row.name))
+    found = peft.PeftModel.from_pretrained(model_in(folder / "base"), folder / "ours")
+    assert_same_logits(run, found, tokens, num_virtual)
+    return found
+
+
+def tensors_of(*folders):
+    """What the files of adapters have."""
+    return [load_file(folder / "adapter_model.safetensors") for folder in folders]
+
+
+def assert_same_tensors(*folders):
+    """The files of two adapters have the same bits."""
+    one, other = tensors_of(*folders)
+    assert one.keys() == other.keys() and all(np.array_equal(value, other[name]) for name, value in one.items())
+
+
+def merged_with(folder, name):
+    """The folder that we write of the model in `base` and an adapter beside it."""
+    source = find_source(str(folder / "base"))
+    return merge(source, {folder / name: 1.0}, folder / "merged", dtype=None, overwrite=False).folder
 
 
 def adamw_of(model, decays=lambda p: p.ndim > 1):
@@ -142,8 +208,10 @@ def export_base(config, folder):
     Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
 
 
-def assert_same_logits(run, model, tokens):
-    wanted = transformers_judge.logits_of(model, tokens)
+def assert_same_logits(run, model, tokens, num_virtual=0):
+    """Of the next token, after a few and after all tokens of a row, with places for virtual ones before them."""
+    wanted = transformers_judge.logits_of(model, tokens)[:, -tokens.shape[1] :]
     for row, count in ((0, 3), (1, tokens.shape[1])):
-        found, right = next_logits(run, tokens[row, :count]), wanted[row, count - 1]
+        led = np.concatenate([np.zeros(num_virtual, np.int32), tokens[row, :count]])
+        found, right = next_logits(run, led), wanted[row, count - 1]
         assert np.linalg.norm(found - right) < 1e-5 * np.linalg.norm(right)

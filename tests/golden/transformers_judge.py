@@ -77,7 +77,7 @@ def logits_of(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
 def backward(model: torch.nn.Module, tokens: np.ndarray, targets: np.ndarray) -> float:
     """Leaves the gradients of the mean loss over trained tokens in the parameters; the loss."""
     model.zero_grad(set_to_none=True)
-    logits = model(torch.from_numpy(tokens).long()).logits.float()
+    logits = model(torch.from_numpy(tokens).long()).logits[:, -tokens.shape[1] :].float()  # not of virtual tokens
     flat = torch.from_numpy(targets).long().reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits.reshape(flat.numel(), -1), flat, ignore_index=-100)
     loss.backward()

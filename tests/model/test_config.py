@@ -208,11 +208,8 @@ def test_files_that_are_no_json_object(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=r"config\.json"):
         from_folder(tmp_path)
-
-
-def test_absent_file(tmp_path):
-    with pytest.raises(DataError, match="absent"):
-        from_folder(tmp_path)
+    with pytest.raises(DataError, match=r"config\.json is absent"):
+        from_folder(tmp_path / "absent")
 
 
 def test_mutated_configs_give_a_config_or_one_clear_error():
