@@ -249,11 +249,11 @@ class Lora(Method):
 
     def first_values(self, config: ModelConfig, model: Values) -> Values:
         """Those of the model, and what follows from its weights."""
-        return FirstAdapter(self, config, model).values
+        return FirstAdapter(self, config, model).values if self.takes_out or self.dora else model
 
     def rest(self, config: ModelConfig, model: Values) -> Values:
         """Less the first A and B of PiSSA and OLoRA."""
-        return FirstAdapter(self, config, model).values
+        return FirstAdapter(self, config, model).values if self.takes_out else model
 
     def file(self, rows: Sequence[Row], config: ModelConfig, model: Values | None) -> AdapterFile:
         """As PEFT converts what was taken out of the model: an adapter of twice the rank, with what it began with."""
