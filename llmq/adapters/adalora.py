@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
-from pydantic import PlainValidator
+from pydantic import PlainValidator, model_validator
 
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import Change, Programs, ReadTensor, SiteFacts, Tracked
@@ -40,16 +40,15 @@ from llmq.tensor import NORM_ROWS, Ref, num_norm_tiles
 ALIGNED = 4  # the flags of a row begin at a multiple of this, as kernels read 16 bytes at a time
 SUMS, KEPT = "importance", "kept"  # cells: sums of all rows' importance; 1 for each triplet that is kept, else 0
 Patterns = Mapping[str, tuple[bool, ...]]  # what is kept of each adapter, by its module
-# PEFT's names of what a budget says, with their defaults there
-FIELDS: dict[str, tuple[str, float]] = {
-    "target_rank": ("target_r", 8),
-    "warmup": ("tinit", 0),
-    "final": ("tfinal", 0),
-    "interval": ("deltaT", 1),
-    "beta_1": ("beta1", 0.85),
-    "beta_2": ("beta2", 0.85),
-    "orth_reg": ("orth_reg_weight", 0.5),
-    "total": ("total_step", 0),
+PEFTS = {  # PEFT's names of what a budget says
+    "target_rank": "target_r",
+    "warmup": "tinit",
+    "final": "tfinal",
+    "interval": "deltaT",
+    "beta_1": "beta1",
+    "beta_2": "beta2",
+    "orth_reg": "orth_reg_weight",
+    "total": "total_step",
 }
 
 
@@ -116,14 +115,19 @@ class AdaLoraKeys(PeftConfig):
     init_r: Rank = 12
     lora_alpha: float = 8
     rank_pattern: Annotated[Any, PlainValidator(_flags)] = None
-    target_r: float | None = None
-    tinit: float | None = None
-    tfinal: float | None = None
-    deltaT: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    orth_reg_weight: float | None = None
-    total_step: float | None = None
+    target_r: int = 8
+    tinit: int = 0
+    tfinal: int = 0
+    deltaT: int = 1
+    beta1: float = 0.85
+    beta2: float = 0.85
+    orth_reg_weight: float = 0.5
+    total_step: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, about: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in about.items() if value is not None or name not in PEFTS.values()}
 
 
 @dataclass(frozen=True)
@@ -161,12 +165,8 @@ class AdaLora(Lora):
             own = targets[-1].present
             shapes = {"lora_A": (own, module.inputs), "lora_B": (module.outputs, own), "lora_E": (own, 1)}
             found.check(module, shapes, "the model and its ranks ask for")
-        said: dict[str, Any] = {
-            field: default if (one := getattr(about, name)) is None else type(default)(one)
-            for field, (name, default) in FIELDS.items()
-        }
         dropout, bias = about.lora_dropout or 0.0, str(about.bias or "none")
-        budget = Budget(**said, spent=True)
+        budget = Budget(**{field: getattr(about, name) for field, name in PEFTS.items()}, spent=True)
         return cls(rank, alpha, tuple(targets), dropout, bias, also=found.also, schedule=budget), found.problems
 
     def without_drops(self, site: str, at: SiteFacts) -> AdaLoraAdapter:
@@ -207,7 +207,7 @@ class AdaLora(Lora):
         """PEFT's AdaLoraConfig, with the pattern of ranks of adapters that were read."""
         about = super().peft_config(config)
         del about["alpha_pattern"], about["use_rslora"], about["use_dora"]
-        schedule = {name: getattr(self.schedule, field) for field, (name, _) in FIELDS.items()}
+        schedule = {name: getattr(self.schedule, field) for field, name in PEFTS.items()}
         pattern = rank_pattern({t.module.name: t.kept for t in self.targets if t.kept is not None})
         return {**about, "peft_type": "ADALORA", "r": 8, "init_r": self.rank, **schedule, "rank_pattern": pattern}
 

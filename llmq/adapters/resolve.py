@@ -235,11 +235,10 @@ class StoredAdapter:
         base = as_held(held, self.adapters.rest(self.config, otherwise))
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
-            own = {row.name for row in rows if all(part.name in self.tensors for part in row.parts)}
-            for row, value in base([row for row in rows if row.name not in own]):
-                there = any(part.name in self.tensors for part in row.parts)
-                yield row, self._over(row, value.astype(np.float32)) if there else value
-            yield from ((row, self._over(row, np.zeros(row.shape, np.float32))) for row in rows if row.name in own)
+            for row in rows:
+                has = [part.name in self.tensors for part in row.parts]
+                for _, value in [(row, np.zeros(row.shape, np.float32))] if all(has) else base([row]):
+                    yield row, self._over(row, value.astype(np.float32)) if any(has) else value
 
         return found
 
