@@ -19,7 +19,8 @@ from tokenizers import processors
 
 from llmq.data.chat.encode import open_encoder
 from llmq.data.chat.encoded import EncodeOptions
-from llmq.data.rows.row_files import FileRows, Record, RowFile
+from llmq.data.rows.find_sources import Request, find_files
+from llmq.data.rows.row_files import Record
 from llmq.data.stream import Position
 from llmq.data.tokens import pipeline
 from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
@@ -74,26 +75,25 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(
         assert rest == ids[sum(len(before.tokens.ids) for before in found[:count]) :]
 
 
-def row_work(folder: Path, tokenizer: Path, count: int, bad: tuple[int, ...] = ()) -> RowWork:
-    lines = [json.dumps({"question": f"What is {n}?", "answer": "10 " * (n % 9 + 1)}) for n in range(count)]
+def row_work(folder: Path, tokenizer: Path, bad: tuple[int, ...] = ()) -> RowWork:
+    """Of 100 rows."""
+    lines = [json.dumps({"question": f"What is {n}?", "answer": "10 " * (n % 9 + 1)}) for n in range(100)]
     for at in bad:
         lines[at] = '{"text": 3}' if at % 2 else "no JSON"
     (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
-    file = RowFile.of(folder / "a.jsonl")
-    assert file is not None
-    rows = FileRows((file,))
-    first = [row for _, row in zip(range(3), (row for _, row in rows.read()), strict=False) if isinstance(row, Record)]
-    encoder = open_encoder(first, TextTokenizer.open(str(tokenizer)), EncodeOptions())
-    return RowWork(rows, encoder)
+    request = Request(find_files([str(folder / "a.jsonl")], 0.0), TextTokenizer.open(str(tokenizer)))
+    work = request.work(request.found.train, request.encoder())
+    assert isinstance(work, RowWork)
+    return work
 
 
 def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 8)
-    work = row_work(tmp_path, small_tokenizer, 100, bad=(7, 20, 21, 22, 99))
+    work = row_work(tmp_path, small_tokenizer, bad=(7, 20, 21, 22, 99))
     found = [tokens for _, tokens in tokenized(work)]
     assert [row.place.rsplit(":", 1)[1] for tokens in found for row in tokens.bad] == ["8", "21", "22", "23", "100"]
     assert sum(tokens.counts.rows for tokens in found) == 95 and len(joined(found)[1]) == 95
-    whole = row_work(tmp_path, small_tokenizer, 100)
+    whole = row_work(tmp_path, small_tokenizer)
     records = [row for _, row in whole.rows.read() if isinstance(row, Record)]
     monkeypatch.setattr(pipeline, "BATCH_ROWS", 1000)
     alone = [np.concatenate([d.ids for d in whole.encoder.encode([record])]) for record in records]
@@ -119,11 +119,11 @@ def test_a_long_row_is_tokenized_in_pieces_like_the_whole(monkeypatch, small_tok
 
 @dataclass
 class Slow:
-    """Batches that say when they are read and encoded, and fail where they are told to."""
+    """40 batches, or more, that say when they are read and encoded, and fail where they are told to."""
 
-    count: int
     fail_read: int = -1
     fail_encode: int = -1
+    count: int = 40
     begun: int = 0
 
     def read(self, position: Position = ()) -> Iterator[tuple[Position, int]]:
@@ -144,18 +144,16 @@ def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(("llmq-read", "llmq-tokenize"))]
 
 
-def test_batches_come_in_order_and_errors_in_their_place() -> None:
-    assert list(tokenized(Slow(40))) == [((n + 1,), n) for n in range(40)]
-    for work, says in ((Slow(40, fail_read=9), "read"), (Slow(40, fail_encode=9), "encode")):
+def test_batches_come_in_order_and_errors_in_their_place_and_threads_end_with_the_iterator() -> None:
+    """And little is read ahead."""
+    assert list(tokenized(Slow())) == [((n + 1,), n) for n in range(40)]
+    for work, says in ((Slow(fail_read=9), "read"), (Slow(fail_encode=9), "encode")):
         batches = tokenized(work)
         assert [next(batches)[1] for _ in range(9)] == list(range(9))
         with pytest.raises(DataError, match=says):
             next(batches)
     assert not workers()
-
-
-def test_little_is_read_ahead_and_threads_end_with_the_iterator() -> None:
-    work = Slow(10_000)
+    work = Slow(count=10_000)
     batches = tokenized(work)
     assert next(batches)[1] == 0
     time.sleep(0.1)
@@ -175,7 +173,7 @@ def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypa
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    work = replace(row_work(tmp_path, small_tokenizer, 100, bad=(7, 20, 21, 22, 99)), most=10)
+    work = replace(row_work(tmp_path, small_tokenizer, bad=(7, 20, 21, 22, 99)), most=10)
     assert len(list(tokenized(replace(work, most=40), processes=3))) == pipeline.FEW == 3
     alone = list(tokenized(work))
     assert not started

@@ -1,15 +1,15 @@
 """Token files in the making: parts, and the same bytes however often and wherever the making was interrupted."""
 
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,7 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.disk import cache_folder
 from llmq.errors import DataError, StorageError
 
-ROOT = Path(__file__).parents[3]
 SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "BLOCK_BYTES": 100}  # parts and batches
-DRIVER = """
-import json, os, sys
-from llmq.data.tokens import pipeline
-from llmq.data.tokens.cache import Manifest
-from llmq.data.rows import find_sources
-from llmq.data.tokens import text
-from llmq.data.tokens import tokenize
-os.fsync = lambda fd: None
-small, arguments = json.loads(sys.argv[1])
-for module in (pipeline, find_sources, text):
-    for name, value in small.items():
-        if hasattr(module, name):
-            setattr(module, name, value)
-tokenize.tokenize_data(**arguments)
-"""
 
 
 @pytest.fixture
@@ -59,7 +43,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, name, value)
 
 
-SILENT: dict[str, Any] = {"on_progress": lambda done, total: None, "say": lambda text: None}
+def unfollowed(done: int, total: int | None) -> None:
+    """Progress that nobody follows."""
 
 
 def stop(done: int, total: int | None) -> None:
@@ -74,16 +59,17 @@ def asked_for(tokenizer: Path, path: Path, *, fraction: float | None = None, **m
 
 
 def rows(folder: Path, count: int = 120) -> Path:
+    """Questions and answers."""
     path = folder / "rows.jsonl"
     made = [{"question": f"What is {n}?", "answer": "It's the king's " + "10 ships " * (n % 5)} for n in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in made))
     return path
 
 
-def text(folder: Path) -> Path:
-    path = folder / "text.txt"
-    path.write_text("It's the king's 10 ships, isn't it? \u00e9t\u00e9\n" * 300)
-    return path
+def text(folder: Path, name: str = "text.txt", lines: int = 300) -> Path:
+    """One document."""
+    (folder / name).write_text("It's the king's 10 ships, isn't it? \u00e9t\u00e9\n" * lines)
+    return folder / name
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -95,9 +81,7 @@ def texts(folder: Path) -> Path:
     """Many documents, so that parts end among them."""
     (folder / "texts").mkdir()
     for number in range(40):
-        (folder / f"texts/{number}.txt").write_text(
-            "It's the king's 10 ships, isn't it? \u00e9t\u00e9\n" * (number % 7 + 1)
-        )
+        text(folder / "texts", f"{number}.txt", number % 7 + 1)
     return folder / "texts"
 
 
@@ -126,74 +110,68 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, ca
     assert breaks and any("resuming where" in text for text in said) == (make is not text)
 
 
-@pytest.mark.quick("append", "finish")
-@pytest.mark.parametrize("when", ["finish", "write", "append"])
-def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, when: str) -> None:
+@pytest.mark.parametrize(
+    ("holder", "when"), [(pipeline.TokenWriter, "finish"), (Manifest, "write"), (pipeline.TokenWriter, "append")]
+)
+def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, holder: type, when: str) -> None:
     """What an earlier run has left stays as it is until all is finished."""
     path = rows(tmp_path)
     call(path, "older", encode=EncodeOptions(train_on="all"))
     call(path, "whole")
-    older = content(tmp_path / "older")
-    holder = Manifest if when == "write" else pipeline.TokenWriter
-    original = getattr(holder, when)
-    for after in (False, True):
-        for count in (1, 3):
-            calls = iter(range(count))
+    older, original = content(tmp_path / "older"), getattr(holder, when)
+    for after, count in itertools.product((False, True), (1, 3)):
+        left = iter(range(count, -1, -1))
 
-            def broken(*args: Any, _calls=calls, _after=after, **more: Any) -> Any:
-                is_last = next(_calls, None) is None  # one call more than `count`
-                if is_last and not _after:
-                    raise KeyboardInterrupt
-                result = original(*args, **more)
-                if is_last:
-                    raise KeyboardInterrupt
-                return result
+        def broken(*args: Any, _left=left, _after=after, **more: Any) -> None:
+            is_last = next(_left) == 0
+            if _after or not is_last:
+                original(*args, **more)
+            if is_last:
+                raise KeyboardInterrupt
 
-            monkeypatch.setattr(holder, when, broken)
-            out = shutil.copytree(tmp_path / "older", tmp_path / f"out-{after}-{count}")
-            with pytest.raises(KeyboardInterrupt):
-                call(path, out)
-            assert {name: data for name, data in content(out).items() if not name.startswith(".partial")} == older
-            monkeypatch.setattr(holder, when, original)
+        out = shutil.copytree(tmp_path / "older", tmp_path / f"out-{after}-{count}")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(holder, when, broken)
             call(path, out)
-            assert content(out) == content(tmp_path / "whole")
+        assert {name: data for name, data in content(out).items() if not name.startswith(".partial")} == older
+        call(path, out)
+        assert content(out) == content(tmp_path / "whole")
 
 
-def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch, small, call) -> None:
-    path = rows(tmp_path)
+def test_finished_parts_are_not_made_again_unless_the_data_is_other(tmp_path: Path, monkeypatch, small, call) -> None:
+    path, encoded, said = rows(tmp_path), list[int](), list[str]()
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             call(path, on_progress=stop)
-    work = tmp_path / "out/.partial"
-    made = {path.name: path.stat().st_ino for path in work.glob("*.bin")}
+    work = shutil.copytree(tmp_path / "out", tmp_path / "other") / ".partial"
+    made = {path.name: path.stat().st_ino for path in (tmp_path / "out/.partial").glob("*.bin")}
     assert len(made) > 1 and not list(work.glob(".*"))  # nothing half-written
-    first = TokenFile.open(work / "train-000.bin").num_documents
-    encoded: list[int] = []
-    real = pipeline.RowWork.encode
+    first, real = TokenFile.open(work / "train-000.bin").num_documents, pipeline.RowWork.encode
     monkeypatch.setattr(pipeline.RowWork, "encode", lambda self, batch: encoded.append(1) or real(self, batch))
     files = call(path)
     assert made.items() <= {file.path.name: file.path.stat().st_ino for file in files}.items()
     assert len(encoded) <= (120 - first) // 7 + 3
+    path.write_text(path.read_text().replace("king", "queen"))
+    call(path, "other", say=said.append)
+    call(path, "whole")
+    assert not any("resuming" in text for text in said) and content(tmp_path / "other") == content(tmp_path / "whole")
 
 
-def test_a_killed_call_resumes_to_the_same_bytes(tmp_path: Path, small, call, small_tokenizer: Path) -> None:
+def test_a_killed_call_resumes_to_the_same_bytes(tmp_path: Path, small, call) -> None:
     """It kills itself after some batches, with the threads of the pipeline at work; nothing half-written is left."""
-    path = rows(tmp_path)
-    arguments = {"tokenizer": str(small_tokenizer), "inputs": [str(path)], "out_dir": str(tmp_path / "out")}
-    kill = """
-calls = iter(range(9))
-def kill(done, total):
-    if next(calls, None) is None:
-        os.kill(os.getpid(), 9)
-tokenize.tokenize_data(**arguments, on_progress=kill)
-"""
-    driver = DRIVER.replace("tokenize.tokenize_data(**arguments)\n", kill)
-    command = [sys.executable, "-c", driver, json.dumps([SMALL, arguments])]
-    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    path, said, calls = rows(tmp_path), list[str](), iter(range(9))
+
+    def kill(done: int, total: int | None) -> None:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=call, args=(path,), kwargs={"on_progress": kill})
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     for folder in (tmp_path / "out", tmp_path / "out/.partial"):  # as where it is killed while it copies the tokenizer
         (folder / ".tokenizer.0.tmp").mkdir()
         (folder / ".tokenizer.0.tmp/tokenizer.json").write_text("half")
-    said: list[str] = []
     for out in ("out", "whole"):
         call(path, out, say=said.append)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -225,7 +203,7 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
     found = find_files([str(rows(tmp_path, 400))], eval_fraction=0.0)
     found = Found("web", ("web",), found.train, None, "rule", eval_tokens=500, limit=1300, numbered=True)
     request = Request(found, TextTokenizer.open(str(small_tokenizer)))
-    files = [TokenFile.open(path) for path in cached(request, **SILENT)]
+    files = [TokenFile.open(path) for path in cached(request, unfollowed, print)]
     assert [file.path.name for file in files] == ["eval.bin", "train-000.bin", "train-001.bin"]
     sizes = [file.num_tokens for file in files]
     assert 500 <= sizes[0] < 600 and 400 <= sizes[1] < 500 and 400 <= sizes[2] < 500 and sum(sizes[:2]) < 1300
@@ -237,29 +215,18 @@ def test_the_first_tokens_are_for_evaluation_and_a_limit_ends_after_a_part(
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), ids[: sum(sizes)])
 
 
-@pytest.mark.slow
-def test_two_processes_share_one_cache(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    driver = """
-import sys
-from llmq.data.chat.encoded import EncodeOptions
-from llmq.data.rows.find_sources import find_files
-from llmq.data.tokens.tokenize import Request, cached
-from llmq.data.tokens.tokenizer import TextTokenizer
-request = Request(find_files([sys.argv[1]]), TextTokenizer.open(sys.argv[2]), EncodeOptions())
-for path in cached(request, lambda done, total: None, lambda text: print(text, file=sys.stderr)):
-    print(path)
-"""
-    path = rows(tmp_path, 2000)
-    command = [sys.executable, "-c", driver, str(path), str(small_tokenizer)]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    done = [process.communicate() for process in processes]
-    assert all(process.returncode == 0 for process in processes), done
-    assert len({out for out, _ in done}) == 1 and len(done[0][0].splitlines()) == 2
-    assert sum("format: question-answer" in said for _, said in done) == 1  # one has made it
-    (entry,) = cache_folder("tokens").iterdir()  # no lock, no partial folder
-    assert {path.name for path in entry.glob("*.bin")} == {"train.bin", "eval.bin"}
+def test_two_that_ask_at_once_share_one_entry(tmp_path: Path, small_tokenizer: Path) -> None:
+    """Each as if it were a process of its own, by the lock's file alone; see test_cache.py for processes."""
+    path, said = rows(tmp_path, 2000), list[str]()
+
+    def ask(number: int) -> list[Path]:
+        return cached(asked_for(small_tokenizer, path), unfollowed, said.append)
+
+    with ThreadPoolExecutor(3) as pool:
+        one, *others = pool.map(ask, range(3))
+    assert others == [one, one] and [path.name for path in one] == ["eval.bin", "train.bin"]
+    assert sum("format: question-answer" in text for text in said) == 1  # one has made it
+    assert list(cache_folder("tokens").iterdir()) == [one[0].parent]  # no lock, no partial folder
 
 
 def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
@@ -290,46 +257,39 @@ def test_what_decides_on_the_tokens_decides_on_the_entry(tmp_path: Path, monkeyp
     assert len(set(found)) == len(found)
 
 
-def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(
+    tmp_path: Path, monkeypatch, small_tokenizer: Path
+) -> None:
     """Which it is, is not asked of the rows where an entry is there."""
-    tokenizer = TextTokenizer.open(str(small_tokenizer))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} ships"}) + "\n" for n in range(40)))
-    reads: list[str] = []
+    reads, real = list[int](), Request.first_rows.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(Request, "first_rows", property(lambda self: reads.append(1) or real(self)))
 
-    class Asked(Request):
-        @cached_property
-        def first_rows(self) -> list[Record]:
-            reads.append(self.found.title)
-            return Request.first_rows.func(self)
+    def asked(path: Path, overlong: str = "turns") -> list[Request]:
+        options = [EncodeOptions(seq_len=seq_len, overlong=overlong) for seq_len in (30, 40)]
+        return [asked_for(small_tokenizer, path, encode=one).settled() for one in options]
 
-    def ask(path: Path, seq_len: int, overlong: str = "turns") -> Request:
-        options = EncodeOptions(seq_len=seq_len, overlong=overlong)
-        return Asked(find_files([str(path)]), tokenizer, options).settled()
-
-    pairs = rows(tmp_path)
-    for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (pairs, 2)):
+    for path, entries in ((tmp_path / "a.jsonl", 1), (text(tmp_path), 1), (rows(tmp_path), 2)):
         reads.clear()
-        made = {ask(path, seq_len).entry for seq_len in (30, 40)}
+        made = {request.entry for request in asked(path)}
         assert len(made) == entries and len(reads) == (0 if path.suffix == ".txt" else 2)
-        for seq_len in (30, 40):
-            cached(ask(path, seq_len), **SILENT)
+        for request in asked(path):
+            cached(request, unfollowed, say=print)
         reads.clear()
-        assert {ask(path, seq_len).entry for seq_len in (30, 40)} == made and not reads
-        assert len({ask(path, seq_len, "drop").entry for seq_len in (30, 40)} | made) == 2 + len(made)
+        assert {request.entry for request in asked(path)} == made and not reads
+        assert len({request.entry for request in asked(path, "drop")} | made) == 2 + len(made)
 
 
 def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
-    request, told = asked_for(small_tokenizer, rows(tmp_path), encode=EncodeOptions(seq_len=22)), []
-    for _ in range(2):
-        said: list[str] = []
-        cached(request, **{**SILENT, "say": said.append})
-        told.append([text for text in said if text.startswith("2 rows of more than 22 tokens")])
-    assert told[0] == told[1] and len(told[0]) == 1
+    request, said = asked_for(small_tokenizer, rows(tmp_path), encode=EncodeOptions(seq_len=22)), list[str]()
+    for times in (1, 2):
+        cached(request, unfollowed, said.append)
+        assert sum(text.startswith("2 rows of more than 22 tokens") for text in said) == times
 
 
 def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_tokenizer: Path) -> None:
     asked, said = asked_for(small_tokenizer, rows(tmp_path)), list[str]()
-    files = cached(asked, **SILENT)
+    files = cached(asked, unfollowed, print)
     entry, whole = files[0].parent, content(files[0].parent)
     damages: list[Callable[[], object]] = [
         files[1].unlink, (entry / "tokenizer/tokenizer.json").unlink, (entry / "manifest.json").unlink,
@@ -337,25 +297,12 @@ def test_an_entry_that_is_not_whole_is_made_again(tmp_path: Path, small, small_t
     ]  # fmt: skip
     for damage in (lambda: None, *damages):
         damage()
-        assert cached(asked, **{**SILENT, "say": said.append}) == files
+        assert cached(asked, unfollowed, said.append) == files
         # Only the time at which it was begun may be another, where the manifest was lost.
         assert {**content(entry), "manifest.json": b""} == {**whole, "manifest.json": b""}
         assert said[:1] == [f"{entry} has changed since it was made: making it again"] * (damage in damages)
         assert [path.name for path in entry.parent.iterdir()] == [entry.name]
         said.clear()
-
-
-def test_nothing_half_written_gets_into_an_entry(tmp_path: Path, small, small_tokenizer: Path) -> None:
-    request = asked_for(small_tokenizer, rows(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        cached(request, on_progress=stop, say=print)
-    entry = request.entry
-    work = entry.with_name(entry.name + ".partial")
-    for name in (".train-000.bin.0.tmp", ".tokenizer.0.tmp/tokenizer.json"):  # as a kill leaves them
-        (work / name).parent.mkdir(exist_ok=True)
-        (work / name).write_text("half")
-    cached(request, **SILENT)
-    assert not list(entry.glob(".*")) and not work.exists()
 
 
 DATED = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}{{ strftime_now('@%H%M%S%f') }}"
@@ -373,28 +320,18 @@ def test_a_date_is_that_of_the_beginning(tmp_path: Path, small, call, small_toke
     with pytest.raises(KeyboardInterrupt):
         call(path, eval_fraction=0.0, encode=encode, on_progress=stop)
     assert len(dates([file.path for file in call(path, eval_fraction=0.0, encode=encode)])) == 1
-    first = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), **SILENT)
+    first = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), unfollowed, print)
     began = dates(first)
     first[0].unlink()
-    again = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), **SILENT)
+    again = cached(asked_for(small_tokenizer, path, fraction=0.0, encode=encode), unfollowed, print)
     assert first == again and dates(again) == began and len(began) == 1
 
 
-def test_other_data_starts_over(tmp_path: Path, small, call) -> None:
-    path, said = rows(tmp_path), list[str]()
-    with pytest.raises(KeyboardInterrupt):
-        call(path, on_progress=stop)
-    assert (tmp_path / "out/.partial/manifest.json").exists()
-    path.write_text(path.read_text().replace("king", "queen"))
-    call(path, say=said.append)
-    assert not any("resuming" in text for text in said)
-    call(path, "whole")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-
-
-def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, monkeypatch, small, call) -> None:
+def test_files_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, monkeypatch, small, call) -> None:
     call(rows(tmp_path))
     short = rows(tmp_path, 20)
+    with pytest.raises(StorageError, match=r"eval\.bin is of an earlier run and would stay beside the new files"):
+        call(short, eval_fraction=0)
     with pytest.raises(StorageError, match=r"train-000\.bin.* are of an earlier run.*choose another --out-dir"):
         call(short)
     for path in (tmp_path / "out").glob("train-*.bin"):
@@ -405,15 +342,12 @@ def test_parts_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, mo
 
 
 def test_finished_files_that_are_moved_only_in_part_are_made_again(tmp_path: Path, monkeypatch, small, call) -> None:
-    path = rows(tmp_path)
+    path, out, real, left = rows(tmp_path), tmp_path / "out", os.replace, iter("two")
     call(path, "whole")
-    out, real, moved = tmp_path / "out", os.replace, []
 
     def replace(source: Path, target: Path) -> None:
-        if target.parent == out and target.suffix == ".bin":
-            moved.append(target)
-            if len(moved) == 3:
-                raise KeyboardInterrupt
+        if target.parent == out and target.suffix == ".bin" and next(left) == "o":
+            raise KeyboardInterrupt
         real(source, target)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -429,7 +363,9 @@ def with_bad(path: Path, *places: int) -> Path:
     return path
 
 
-def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, call) -> None:
+def test_bad_rows_are_counted_over_an_interruption_and_over_training_and_evaluation(
+    tmp_path: Path, small, call, small_tokenizer: Path
+) -> None:
     path, said = with_bad(rows(tmp_path), 20, 50, 80, 110), list[str]()
     with pytest.raises(DataError, match=r"rows\.jsonl:81: not JSON.*; 2 before it left out"):
         call(path, eval_fraction=0, skip_bad_rows=2)
@@ -437,20 +373,20 @@ def test_bad_rows_are_counted_over_an_interruption(tmp_path: Path, small, call) 
         call(path, eval_fraction=0, skip_bad_rows=3)  # resumes after the first ones
     (*_, last) = call(path, eval_fraction=0, skip_bad_rows=4, say=said.append)
     assert "4 bad rows were left out" in said and last.num_tokens
-
-
-def test_bad_rows_are_counted_over_training_and_evaluation(tmp_path: Path, call, small_tokenizer: Path) -> None:
     path = with_bad(rows(tmp_path, 40), 4, 19, 39)  # each tenth row is for evaluation, from the tenth on
     with pytest.raises(DataError, match=r"rows\.jsonl:40: not JSON.*; 2 before it left out"):
         call(path, "two", skip_bad_rows=2)
-    assert [file.num_documents for file in call(path, "three", skip_bad_rows=3)] == [35, 2]
+    files = call(path, "three", skip_bad_rows=3)
+    assert sum(file.num_documents for file in files) == 37 and files[-1].num_documents == 2
     for allowed in (5, 3):
-        assert cached(asked_for(small_tokenizer, path, skip_bad_rows=allowed), **SILENT)
+        assert cached(asked_for(small_tokenizer, path, skip_bad_rows=allowed), unfollowed, print)
     with pytest.raises(DataError, match=r"3 bad rows were left out when it was tokenized.*--skip-bad-rows 3"):
-        cached(asked_for(small_tokenizer, path, skip_bad_rows=2), **SILENT)
+        cached(asked_for(small_tokenizer, path, skip_bad_rows=2), unfollowed, print)
 
 
-def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, call) -> None:
+def test_data_that_trains_nothing_leaves_nothing_and_a_small_set_may_evaluate_nothing(
+    tmp_path: Path, call, small_tokenizer: Path
+) -> None:
     path, said = rows(tmp_path, 3), list[str]()
     with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
         call(path, eval_fraction=0.3, say=said.append)  # of 3 rows, that is none
@@ -462,15 +398,11 @@ def test_data_that_trains_nothing_leaves_nothing(tmp_path: Path, call) -> None:
         with pytest.raises(DataError, match=f"the training data has no token to train on.*{why}"):
             call(path, eval_fraction=0, encode=EncodeOptions(seq_len=2, overlong=overlong))
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_a_small_set_need_not_have_a_part_for_evaluation(tmp_path: Path, call, small_tokenizer: Path) -> None:
-    path, said = rows(tmp_path, 3), list[str]()  # a tenth of them is none
-    (written,) = call(path, say=said.append)
+    (written,) = call(path, say=said.append)  # a tenth of them is none
     assert written.num_documents == 3 and any("nothing is evaluated" in text for text in said)
     for _ in range(2):  # made, and found
         said.clear()
-        (train,) = cached(asked_for(small_tokenizer, path), **{**SILENT, "say": said.append})
+        (train,) = cached(asked_for(small_tokenizer, path), unfollowed, said.append)
         assert train.name == "train.bin" and any("nothing is evaluated" in text for text in said)
     with pytest.raises(DataError, match=r"the evaluation data has no token to train on.*--eval-fraction 0"):
-        cached(asked_for(small_tokenizer, path, fraction=0.1), **SILENT)
+        cached(asked_for(small_tokenizer, path, fraction=0.1), unfollowed, print)
