@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +61,20 @@ def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_th
 
 
 def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
-    windows = make_windows(tmp_path, 8)
-    reads = []
+    windows, reads = make_windows(tmp_path, 8), list[threading.Thread]()
 
-    def read(samples: np.ndarray):
+    def read(samples: np.ndarray) -> Rows:
         reads.append(threading.current_thread())
         if len(reads) == 3:
             raise DataError("token 5 is bad")
         return Windows.read(windows, samples)
 
     monkeypatch.setattr(windows, "read", read)
-    loader = Loader(RankBatches(windows, 2, 0))
-    loader.next()
-    loader.next()
-    for _ in range(2):
-        with pytest.raises(DataError, match="token 5 is bad"):
-            loader.next()
-    loader.close()
+    with Loader(RankBatches(windows, 2, 0)) as loader:
+        assert len(samples(loader, 2)) == 4
+        for _ in range(2):
+            with pytest.raises(DataError, match="token 5 is bad"):
+                loader.next()
     assert threading.main_thread() not in reads
 
 
@@ -154,38 +152,28 @@ def test_reading_is_far_faster_than_training(tmp_path: Path) -> None:
     assert b * t / min(walls) > 2_000_000
 
 
-def test_closing_is_quick_repeatable_and_final(tmp_path: Path) -> None:
-    loader = Loader(RankBatches(make_windows(tmp_path, 8), 2, 0))
-    loader.close()
-    loader.close()
+def test_closing_is_quick_repeatable_and_final_and_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
+    loader, forgotten = (Loader(RankBatches(make_windows(tmp_path, 8), 2, 0)) for _ in range(2))
+    for _ in range(2):
+        loader.close()
     with pytest.raises(Stopped):
         loader.next()
-
-
-def test_a_forgotten_loader_leaves_no_thread(tmp_path: Path) -> None:
-    windows = make_windows(tmp_path, 8)
-    loader = Loader(RankBatches(windows, 2, 0))
-    loader.next()
-    del loader  # the fixture waits for the thread's end
+    forgotten.next()
+    del forgotten  # the fixture waits for the thread's end
 
 
 @pytest.mark.parametrize(("num_steps", "batches"), [(None, 3), (2, 2), (9, 3), (0, 0)])
 def test_evaluation_goes_through_the_file_and_fills_up_with_untrained_rows(tmp_path: Path, num_steps, batches) -> None:
-    windows = make_windows(tmp_path, 8)
-    got = list(eval_batches(windows, 3, num_steps))
+    got = list(eval_batches(make_windows(tmp_path, 8), 3, num_steps))
     assert len(got) == batches
-    seen = [
-        int(row[0]) for batch in got for row, target in zip(batch.tokens, batch.targets, strict=True) if target[0] >= 0
-    ]
-    assert seen == list(range(min(8, batches * 3)))
+    firsts = [(int(ids[0]), aims[0]) for batch in got for ids, aims in zip(batch.tokens, batch.targets, strict=True)]
+    assert [first for first, aim in firsts if aim >= 0] == list(range(min(8, batches * 3)))
     if batches == 3:
         assert got[-1].tokens.shape == (3, T) and (got[-1].targets[2] == -100).all() and got[-1].position == 8
 
 
 def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "train.bin", np.zeros(41, int), vocab_size=9)
-    write_tokens(tmp_path / "eval.bin", np.zeros(9, int), vocab_size=9)
-    data = open_data(options(tmp_path / "train.bin", tmp_path / "eval.bin", grad_accumulation=5), 9, 3)
+    data = open_data(options_of(tmp_path, 41, 9, grad_accumulation=5), 9, 3)
     assert (data.train.num_windows, data.train.num_tokens, data.samples_per_step) == (10, 41, 10)
     assert data.eval is not None and data.eval.num_windows == 2 and data.layout.kind == "windows"
     assert [file.path for file in data.train.token_files] == [tmp_path / "train.bin"]
@@ -200,13 +188,10 @@ def test_a_run_is_opened_with_its_counts(tmp_path: Path) -> None:
     [(2, 1, 1), (6, 1, 3), (8, 2, 2), (7, 1, "use 6 or 8"), (1, 1, "use 2 or 4"), (6, 2, "4, which .* on 2 ranks")],
 )
 def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, world: int, gives: int | str) -> None:
-    write_tokens(tmp_path / "a.bin", np.zeros(99, int), vocab_size=9)
-    asked = options(tmp_path / "a.bin", global_batch_size=global_batch, grad_accumulation=4)
-    if isinstance(gives, int):
+    asked = options_of(tmp_path, 99, 9, global_batch_size=global_batch, grad_accumulation=4)
+    refused = pytest.raises(UsageError, match=f"global_batch_size {global_batch} is not a multiple of .*{gives}")
+    with refused if isinstance(gives, str) else nullcontext():
         assert open_data(asked, 9, 0, world=world).grad_accumulation == gives
-        return
-    with pytest.raises(UsageError, match=f"global_batch_size {global_batch} is not a multiple of .*{gives}"):
-        open_data(asked, 9, 0, world=world)
 
 
 def options_of(folder: Path, train: int, evaluation: int, **more: Any) -> DataOptions:
@@ -251,22 +236,15 @@ def test_rows_of_padding_are_a_warning_with_what_fills_them(tmp_path: Path, more
 
 
 def test_evaluation_needs_a_token_to_predict_and_training_a_window(tmp_path: Path) -> None:
+    """The evaluation has the tail of its file, too."""
     with pytest.raises(DataError) as caught:
         open_data(options_of(tmp_path, T, 1), 9, 0)
     assert "the training data (4 tokens) has no sample of seq_len 4: one is 5 tokens of a file" in str(caught.value)
     assert "the evaluation data (1 tokens) has nothing to predict" in str(caught.value)
-    data = open_data(options_of(tmp_path, T + 1, 2), 9, 0)
-    assert data.eval is not None and (data.train.num_windows, data.eval.num_windows) == (1, 1)
-
-
-def test_evaluation_has_the_tail_of_its_file(tmp_path: Path) -> None:
-    data = open_data(options_of(tmp_path, 41, 2 * T + 3), 9, 0)
-    assert data.eval is not None
-    batches = list(eval_batches(data.eval, 2))
-    targets = np.concatenate([batch.targets for batch in batches])
-    assert targets[targets != -100].tolist() == [n % 9 for n in range(1, 2 * T + 3)]
-
-
-def test_both_absent_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)one\.bin.*two\.bin"):
         open_data(options(tmp_path / "one.bin", tmp_path / "two.bin"), 9, 0)
+    for count in (2, 2 * T + 3):
+        data = open_data(options_of(tmp_path, T + 1, count), 9, 0)
+        assert data.eval is not None and data.train.num_windows == 1
+        targets = np.concatenate([batch.targets for batch in eval_batches(data.eval, 2)])
+        assert targets[targets != -100].tolist() == [n % 9 for n in range(1, count)]

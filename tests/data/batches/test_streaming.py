@@ -3,20 +3,20 @@
 import json
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import islice, pairwise
+from itertools import chain, islice, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_rows import cut, taken_apart
 
 from llmq.data.batches import named_data
 from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.named_data import StreamedRows, open_stream
-from llmq.data.batches.packing import cut_documents
-from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout
+from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Rows, stacked
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import Found, Request
 from llmq.data.rows.row_files import FileRows, HeldShare, RowFile
@@ -51,48 +51,35 @@ def stream_of(
     return StreamedRows(documents, form, "the stream", "its key")
 
 
-class Row(NamedTuple):
-    """One row, and the position after it."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    borders: np.ndarray | None
-    state: dict[str, int]
-
-
-def rows_of(stream: StreamedRows, state: Any = START) -> Iterator[Row]:
-    for after, (tokens, targets, borders) in stream.read(state):
-        assert len(tokens) == len(targets) == 1
-        yield Row(tokens[0], targets[0], None if borders is None else borders[0], after)
-
-
 def lengths_of(ids: list[int]) -> tuple[int, ...]:
     """Of the documents that a row became."""
     return (2, len(ids) - 2) if len(ids) > 2 and len(ids) % 3 == 0 else (len(ids),)
 
 
 def drawn(sizes: list[list[int]]) -> Shards:
-    """Documents of these sizes, shard by shard; tokens count up, every second document has a mask."""
+    """Documents of these sizes, shard by shard; tokens count up from 1, every second document has a mask."""
     shards: Shards = []
     at = 0
     for shard in sizes:
         shards.append([])
         for size in shard:
-            ids = [(at + i) % 997 for i in range(size)]
+            ids = [(at + i) % 997 + 1 for i in range(size)]
             shards[-1].append((ids, [i % 3 == 0 for i in ids] if size % 2 else None))
             at += size
     return shards
 
 
-def reference(shards: Shards, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The first rows, from one long list of all tokens."""
-    ids: list[int] = []
-    trained: list[bool] = []
-    while len(ids) <= count * T + 1:
-        for shard in shards:
-            for document, mask in shard:
-                ids += document
-                trained += mask or [True] * len(document)
+def one_long(shards: Shards) -> tuple[list[int], list[bool]]:
+    """All tokens of a pass, and which are trained."""
+    rows = [row for shard in shards for row in shard]
+    masks = (mask or [True] * len(ids) for ids, mask in rows)
+    return [token for ids, _ in rows for token in ids], list(chain.from_iterable(masks))
+
+
+def windows_of(shards: Shards, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and targets of the first rows, from one long list of all tokens."""
+    ids, trained = one_long(shards)
+    ids, trained = (part * (count * T // len(ids) + 2) for part in (ids, trained))
     targets = [token if ok else -100 for token, ok in zip(ids, trained, strict=True)]
     rows = range(0, count * T, T)
     return [ids[at : at + T] for at in rows], [targets[at + 1 : at + T + 1] for at in rows]
@@ -104,23 +91,36 @@ SIZES = st.lists(st.lists(st.integers(0, 14), max_size=5), min_size=1, max_size=
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=SIZES, at=st.integers(0, 25))
-def test_it_resumes_at_any_row(sizes: list[list[int]], at: int) -> None:
+@given(sizes=SIZES, docs=st.sampled_from([None, None, 1, 2, 4]), group=st.integers(1, 40), at=st.integers(0, 40))
+def test_it_has_every_token_in_a_pass_and_resumes_at_any_row(
+    sizes: list[list[int]], docs: int | None, group: int, at: int
+) -> None:
+    """In the order of the stream, or as documents that are whole and apart."""
     shards = drawn(sizes)
-    tokens, targets = reference(shards, at + 4)
-    rows = rows_of(stream_of(shards))
-    state = None
-    for n in range(at):
-        got, trained, borders, state = next(rows)
-        assert borders is None
-        assert (got.tolist(), trained.tolist()) == (tokens[n], targets[n]) and got.dtype == trained.dtype == np.int32
-    opened: list[tuple[int, int, int]] = []
-    again = rows_of(stream_of(shards, opened), () if state is None else json.loads(json.dumps(state)))
-    for n in range(at, at + 4):
-        one, other = next(rows), next(again)
-        assert one[0].tolist() == other[0].tolist() == tokens[n] and one.state == other.state
-        assert one[1].tolist() == other[1].tolist() == targets[n]
-    if state is not None:  # the document is opened where it is; none before it is read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(named_data, "GROUP_TOKENS", group)
+        patch.setattr(named_data, "GROUP_ROWS", 1)
+        stream = stream_of(shards, max_docs=docs)
+        assert stream.limits == (None if docs in (None, 1) else (docs, T))
+        rows, whole, epochs = stream.read(), list[tuple[Any, Rows]](), [0]
+        while len(whole) < at + 5 or epochs[-1] < 2:
+            whole.append(next(rows))
+            epochs.append(whole[-1][0]["epoch"])
+        found = stacked([row for _, row in whole])
+        assert found.tokens.dtype == found.targets.dtype == np.int32
+        if docs is None:
+            assert (found.tokens.tolist(), found.targets.tolist()) == windows_of(shards, len(whole))
+        lengths = [length for shard in shards for ids, _ in shard for length in lengths_of(ids) if length]
+        for epoch in (0, 1) if docs else ():
+            mine = stacked([row for (_, row), number in zip(whole, epochs[:-1], strict=True) if number == epoch])
+            assert (mine.borders is None) == (docs == 1) and (docs == 1 or mine.borders.shape[1] == docs + 1)
+            assert taken_apart(mine) == cut(*one_long(shards), lengths, T)
+        opened: list[tuple[int, int, int]] = []
+        state = json.loads(json.dumps(whole[at][0]))
+        again = stream_of(shards, opened, docs).read(state)
+        for (after, row), (other, same) in zip(whole[at + 1 : at + 5], again, strict=False):
+            np.testing.assert_equal((after, row), (other, same))
+        # The document is opened where it is, or its group; none before it is read.
         assert opened[0] == (state["shard"], state["row"], state["overall"])
         assert state["overall"] == sum(map(len, shards[: state["shard"]])) + state["row"]
 
@@ -136,10 +136,11 @@ def test_it_resumes_at_any_row(sizes: list[list[int]], at: int) -> None:
 def test_loaders_of_any_world_and_start_read_the_same(
     sizes: list[list[int]], batch_size: int, world: int, skip: int, max_docs: int | None
 ) -> None:
-    shards = counted(sizes)
-    rows = list(islice(rows_of(stream_of(shards, max_docs=max_docs)), (skip + 2) * batch_size * world))
+    shards = drawn(sizes)
+    stream, count = stream_of(shards, max_docs=max_docs), (skip + 2) * batch_size * world
+    states, rows = zip(*islice(stream.read(), count), strict=True)
     for rank in range(world):
-        batches = RankBatches(stream_of(shards, max_docs=max_docs), batch_size, 0, rank, world)
+        batches = RankBatches(stream, batch_size, 0, rank, world)
         position, state = 0, None
         with Loader(batches) as loader:
             for _ in range(skip):
@@ -148,111 +149,42 @@ def test_loaders_of_any_world_and_start_read_the_same(
         with Loader(batches, position, state) as loader:
             for step in (skip, skip + 1):
                 batch, at = loader.next(), (step * world + rank) * batch_size
-                for name in ("tokens", "targets", "borders"):
-                    mine = [getattr(row, name) for row in rows[at : at + batch_size]]
-                    got = getattr(batch, name)
-                    assert [None] * batch_size == mine if got is None else np.array_equal(got, mine)
+                found = (batch.tokens, batch.targets, batch.borders)
+                np.testing.assert_equal(found, stacked(rows[at : at + batch_size]))
                 assert batch.position == (step + 1) * batch_size * world
-                last = rows[batch.position - 1].state
+                last = states[batch.position - 1]
                 assert batch.stream is not None and batch.epoch == last["epoch"]
                 assert {**batch.stream, "begun": 0} == {**last, "begun": 0}
-
-
-Document = tuple[list[int], list[int]]
-
-
-def documents_of(shards: Shards) -> list[Document]:
-    """Tokens and targets of every piece of every document of a pass, by hand."""
-    found = []
-    for ids, mask in (row for shard in shards for row in shard if row[0]):
-        trained, at = mask or [True] * len(ids), 0
-        for length in lengths_of(ids):
-            start = at
-            for count in cut_documents(np.array([length]), T)[1].tolist():
-                aims = [ids[n] if trained[n] else -100 for n in range(start + 1, start + count)]
-                found.append((ids[start : start + count], [*aims, -100]))
-                start += count - 1  # two pieces share a token
-            at += length
-    return found
-
-
-def taken_apart(rows: list[Row], docs: int) -> list[Document]:
-    """The documents of rows, whose padding is tokens 0 without a target; no document has a token 0 at its end."""
-    found = []
-    for tokens, targets, borders, _ in rows:
-        marks = [0, T] if borders is None else borders.tolist()
-        assert (docs == 1) == (borders is None) and len(marks) == docs + 1 and marks[0] == 0 and marks[-1] == T
-        for start, stop in pairwise(marks):
-            if start < T:
-                ids, aims = tokens[start:stop].tolist(), targets[start:stop].tolist()
-                while ids[-1] == 0 and stop == T and len(ids) > 1:
-                    assert ids.pop() == 0 and aims.pop() == -100
-                found.append((ids, aims))
-    return found
-
-
-def counted(sizes: list[list[int]]) -> Shards:
-    """As drawn, without the token 0, which is what rows are padded with."""
-    return [[([i + 1 for i in ids], mask) for ids, mask in shard] for shard in drawn(sizes)]
-
-
-@settings(max_examples=60, deadline=None)
-@given(sizes=SIZES, docs=st.integers(1, 4), group=st.integers(1, 40), at=st.integers(0, 60))
-@pytest.mark.slow
-def test_a_packed_stream_has_every_document_whole_and_once_in_a_pass_and_resumes_at_any_row(
-    sizes: list[list[int]], docs: int, group: int, at: int
-) -> None:
-    shards = counted(sizes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(named_data, "GROUP_TOKENS", group)
-        patch.setattr(named_data, "GROUP_ROWS", 1)
-        stream = stream_of(shards, max_docs=docs)
-        assert stream.limits == (None if docs == 1 else (docs, T))
-        rows, whole, epochs = rows_of(stream), [], []
-        while len(whole) < at + 4 or whole[-1].state["epoch"] < 2:
-            before = whole[-1].state["epoch"] if whole else 0
-            whole.append(next(rows))
-            assert whole[-1].tokens.dtype == whole[-1].targets.dtype == np.int32
-            epochs.append(before)
-        for epoch in (0, 1):
-            mine = [row for row, number in zip(whole, epochs, strict=True) if number == epoch]
-            assert sorted(taken_apart(mine, docs)) == sorted(documents_of(shards))
-        opened: list[tuple[int, int, int]] = []
-        state = json.loads(json.dumps(whole[at].state))
-        again = rows_of(stream_of(shards, opened, docs), state)
-        for row in whole[at + 1 : at + 4]:
-            other = next(again)
-            assert row.state == other.state and row.tokens.tolist() == other.tokens.tolist()
-            assert row.targets.tolist() == other.targets.tolist()
-            assert (row.borders is None) == (other.borders is None)
-            assert row.borders is None or row.borders.tolist() == other.borders.tolist()
-        assert opened[0] == (state["shard"], state["row"], state["overall"])  # none before its group is read
 
 
 def test_a_packed_stream_fills_its_rows() -> None:
     """Of documents of 1 to 3 tokens, which fit together well, but for the last row of each group."""
     sizes = np.random.default_rng(0).integers(1, 4, 4000)
-    rows = rows_of(stream_of(counted([sizes.tolist()]), max_docs=5))
-    some = [next(rows) for _ in range(1500)]
-    assert np.mean([row.tokens > 0 for row in some]) > 0.99
+    some = stacked([row for _, row in islice(stream_of(drawn([sizes.tolist()]), max_docs=5).read(), 1500)])
+    assert np.mean(some.tokens > 0) > 0.99
 
 
 def test_the_layout_of_a_packed_stream_is_told() -> None:
-    shards = counted([[3, 7]])
+    shards = drawn([[3, 7]])
     packed = Data(stream_of(shards, max_docs=3), None, 2, T, 1, 0, 1)
     assert packed.facts()["rows"] == "at most 3 documents in each" and packed.identity()["documents of a row"] == 3
     padded = Data(stream_of(shards, max_docs=1), None, 2, T, 1, 0, 1, layout=RowLayout(PADDED, "by --no-packing"))
     assert padded.facts() == {"layout": "padded rows (by --no-packing)"} and padded.limits is None
 
 
-def test_a_stream_without_tokens_ends_with_its_name() -> None:
-    with pytest.raises(DataError, match="the stream has no tokens"):
-        next(rows_of(stream_of([[([], None)], []])))
-
-
-def test_a_foreign_id_is_named_with_shard_and_row() -> None:
-    with pytest.raises(DataError, match=r"the stream, shard 1, row 2: an id is outside the vocabulary \(0 to 999\)"):
-        next(rows_of(stream_of([[([1, 2], None)], [([3], None), ([4, 1000], None)]])))
+@pytest.mark.parametrize(
+    ("shards", "says"),
+    [
+        ([[([], None)], []], "the stream has no tokens"),
+        (
+            [[([1, 2], None)], [([3], None), ([4, 1000], None)]],
+            r"the stream, shard 1, row 2: an id is outside the vocabulary \(0 to 999\)",
+        ),
+    ],
+)
+def test_a_stream_without_tokens_and_a_foreign_id_are_named(shards: Shards, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        next(stream_of(shards).read())
 
 
 def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
@@ -287,7 +219,6 @@ def stream_of_files(
     return open_stream(request, RowForm(LONG, opened.vocab_size, kind), lambda text: None)
 
 
-@pytest.mark.quick("part0")
 @pytest.mark.parametrize(
     "part",
     [
@@ -299,18 +230,11 @@ def stream_of_files(
 )
 def test_it_resumes_in_every_file_of_a_slice(tmp_path: Path, small_tokenizer: Path, part: dict[str, Any]) -> None:
     stream = stream_of_files(tmp_path, small_tokenizer, **part)
-    rows = rows_of(stream)
-    whole = []
-    while not whole or whole[-1].state["epoch"] < 2:
-        whole.append(next(rows))
-    assert {row.state["shard"] for row in whole} >= {1, 2}
+    whole = list(takewhile(lambda row: row[0]["epoch"] < 2, stream.read()))
+    assert {state["shard"] for state, _ in whole} >= {1, 2}
     for at in range(0, len(whole) - 30, 7):
-        again = rows_of(stream, whole[at].state)
-        for row in whole[at + 1 : at + 31]:
-            got = next(again)
-            np.testing.assert_array_equal(got.tokens, row.tokens)
-            np.testing.assert_array_equal(got.targets, row.targets)
-            assert got.state == row.state
+        for one, other in zip(whole[at + 1 : at + 31], stream.read(whole[at][0]), strict=False):
+            np.testing.assert_equal(one, other)
 
 
 def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Path, small_tokenizer: Path) -> None:
@@ -320,12 +244,10 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     for _, document in islice(stream.documents(0, START), 20):
         whole, rest = divmod(len(document.ids), LONG)
         assert np.diff(document.stops, prepend=0).tolist() == [LONG] * whole + [rest] * (rest > 0)
-    rows = [row for row in islice(rows_of(stream), 400) if row.state["epoch"] == 0]
-    docs = stream.form.docs
+    rows = stacked([row for state, row in islice(stream.read(), 400) if state["epoch"] == 0])
+    docs, lengths = stream.form.docs, np.diff(rows.borders, axis=1)
     assert docs and stream.limits == (docs, LONG)
-    borders = np.stack([row.borders for row in rows if row.borders is not None])
-    lengths = np.diff(borders, axis=1)
-    assert len(borders) == len(rows) > 100 and (lengths == LONG).any() and docs == (lengths > 0).sum(1).max()
+    assert len(lengths) > 100 and (lengths == LONG).any() and docs == (lengths > 0).sum(1).max()
 
 
 @pytest.mark.parametrize(("layout", "max_docs", "docs"), [(PACKED, None, 4), (PACKED, 2, 2), (PADDED, None, 1)])

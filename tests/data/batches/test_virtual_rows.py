@@ -1,15 +1,14 @@
 """Rows with virtual tokens: the same text in so much less room, each document after positions of its own."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
+from packed_rows import taken_apart
 
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows, stacked
+from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Windows, stacked
 from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
@@ -29,21 +28,6 @@ def file(tmp_path):
     return TokenFile.open(tmp_path / "a.bin")
 
 
-def without_lead(rows, seq_len):
-    """Documents as (tokens, targets), each after N positions that hold nothing."""
-    found = []
-    for index in range(len(rows.tokens)):
-        tokens, targets = rows.tokens[index], rows.targets[index]
-        for start, stop in pairwise([0, seq_len] if rows.borders is None else rows.borders[index]):
-            if start < stop:
-                assert not tokens[start : start + N].any() and (targets[start : start + N] == -100).all()
-                text = slice(start + N, stop)
-                used = np.flatnonzero(tokens[text])
-                end = used[-1] + 1 if used.size else 0
-                found.append((tokens[text][:end].tolist(), targets[text][:end].tolist()))
-    return sorted(found)
-
-
 @pytest.mark.parametrize("with_tails", [False, True])
 def test_windows_are_those_of_shorter_rows(file, with_tails):
     plain = Windows([file], RowForm(8, VOCAB), with_tails=with_tails)
@@ -61,19 +45,15 @@ def test_packs_hold_the_same_documents(file, max_docs):
     pieces = Packs([file], RowForm(12, VOCAB, PACKED, 0, 1))
     packs = Packs([file], RowForm(12 + N, VOCAB, PACKED, 0, max_docs, N))
     rows = packs.read(np.arange(packs.num_windows))
-    tokens, targets, _ = pieces.read(np.arange(pieces.num_windows))
-    lead = np.zeros((pieces.num_windows, N), np.int32)
-    alone = Rows(np.hstack([lead, tokens]), np.hstack([lead - 100, targets]), None)
-    assert without_lead(rows, 12 + N) == without_lead(alone, 12 + N)
+    found = taken_apart(rows, N)
+    assert found == taken_apart(pieces.read(np.arange(pieces.num_windows)))
     assert packs.num_trained == pieces.num_trained
     if max_docs != 1:
-        longest = max(len(ids) for ids, _ in without_lead(rows, 12 + N))
-        assert packs.limits == (packs.form.docs, longest + N) and packs.form.docs > 1
+        assert packs.limits == (packs.form.docs, max(len(ids) for ids, _ in found) + N) and packs.form.docs > 1
         assert max_docs is None or packs.form.docs == max_docs
     one = Batch(*rows, num_virtual=N)
     assert one.num_real == int(pieces.index.lengths.sum())
-    documents = len(pieces.index.lengths)
-    assert one.num_tokens == packs.num_windows * (12 + N) - N * documents
+    assert one.num_tokens == packs.num_windows * (12 + N) - N * len(pieces.index.lengths)
 
 
 def test_empty_rows_and_rows_without_virtual_tokens_are_counted(file):
@@ -107,7 +87,7 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
         np.testing.assert_array_equal(rows.targets[:, N:], plain.targets)
     np.testing.assert_array_equal(rows_of(N, 3, states[2])[1].tokens, rows.tokens[3:])
     if max_docs == 3:
-        assert {tuple(ids) for ids, _ in without_lead(rows, 10 + N)} <= {tuple(d[:10]) for d in documents} | {
+        assert {tuple(ids) for ids, _ in taken_apart(rows, N)} <= {tuple(d[:10]) for d in documents} | {
             tuple(d[9:]) for d in documents
         }
 

@@ -87,14 +87,11 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         assert says in str(caught.value)
 
 
-def test_foreign_ids_are_found_at_the_start(tmp_path: Path) -> None:
+def test_foreign_ids_are_found_at_the_start_or_within_a_large_file_when_read(tmp_path: Path, monkeypatch) -> None:
     paths = [str(write(tmp_path / f"{i}.bin", [1, 2, 99, 3])) for i in range(2)]
     with pytest.raises(DataError) as caught:
         open_windows(paths, 1, 99)
     assert str(caught.value).count("token 2 has the id 99") == 2
-
-
-def test_foreign_ids_within_a_large_file_are_found_when_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(rows_module, "CHECKED_ENDS", 4)
     tokens = np.ones(20, int)
     tokens[12] = 50
@@ -145,8 +142,11 @@ def test_ids_of_another_tokenizer_than_the_models_are_refused(tmp_path: Path) ->
     require_one_tokenizer([TokenFile.open(file.path)], other)  # which version 2 does not name
 
 
-def test_a_sidecar_of_another_file_is_noticed(tmp_path: Path) -> None:
+def test_a_sidecar_of_another_file_and_files_of_two_tokenizers_are_noticed(tmp_path: Path) -> None:
     file = with_sidecar(tmp_path / "a.bin", tokenizer_folder(tmp_path / "mine", {}))
+    other = with_sidecar(tmp_path / "b.bin", tokenizer_folder(tmp_path / "other", {"model": {}}))
+    with pytest.raises(DataError, match=r"of different tokenizers: .*a\.bin \(me/mine\), .*b\.bin.*: tokenize"):
+        require_one_tokenizer([file, other])
     write_tokens(file.path, np.arange(7), vocab_size=9, tokenizer_sha256="ab" * 32)
     with pytest.raises(DataError, match=r"a\.bin and its sidecar name different tokenizers"):
         require_one_tokenizer([TokenFile.open(file.path)])
