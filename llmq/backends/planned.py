@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from llmq.ops import cuda
@@ -32,13 +32,14 @@ class PlannedBackend:
     takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
-        self._deterministic, self._capability = deterministic, 10 * capability[0] + capability[1]
+        self._kernels, self._capability = _kernels(deterministic), 10 * capability[0] + capability[1]
 
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
-        return KERNELS[self._deterministic][call.op].needed(call, self._capability)
+        return self._kernels[call.op].needed(call, self._capability)
 
 
+@cache
 def _kernels(deterministic: bool) -> Mapping[str, Kernel]:
     """Never launched: there is neither a handle of cuBLASLt nor of cuDNN."""
     forward, backward = attention_kernels(None).values()
@@ -61,6 +62,3 @@ def _backward_workspace(exact: Kernel, deterministic: bool, call: Arguments) -> 
     square = -(-longest // 64) * 64 * -(-longest // 128) * 128  # cuDNN's tiles
     full = 8 * b * t * packed * heads // kv_heads if heads > kv_heads else 0
     return full + (2 * b * places * heads * square if deterministic else 4 * b * t * packed)
-
-
-KERNELS = {deterministic: _kernels(deterministic) for deterministic in (False, True)}

@@ -216,9 +216,10 @@ ABOUT = 1.15  # times the memory of another card: a step in how unlike cards are
 CARDS = (*PAPERS, *FAMILIES)
 
 
+@cache
 def find(reported: str) -> Card | None:
     """The card that NVML or CUDA calls `reported`; None if the table does not have it."""
-    return _by_reported().get(_plain(reported))
+    return next((card for card in CARDS if _plain(reported) in map(_plain, card.reported)), None)
 
 
 def named(text: str) -> Card | None:
@@ -256,11 +257,6 @@ def _of_size(text: str) -> Card | None:
     if memory_mib * MIB <= CONTEXT_BYTES:
         return None
     return Card(f"{float(size[1]):g} GiB" if size else "", (), (9, 0), 0, memory_mib, 0, None, 0)
-
-
-@cache
-def _by_reported() -> dict[str, Card]:
-    return {_plain(name): card for card in CARDS for name in card.reported}
 
 
 @cache

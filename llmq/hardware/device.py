@@ -21,7 +21,7 @@ from llmq.disk import shown, size_bytes
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import cards as gpus
 from llmq.hardware import cores, cuda_driver, nvml
-from llmq.hardware.cuda_driver import Problem
+from llmq.hardware.cuda_driver import OLDEST_CAPABILITY, Problem, dotted
 from llmq.hardware.host_memory import host_memory_bytes, may_grow
 from llmq.tensor import DTYPES
 
@@ -147,10 +147,10 @@ def use(device: Device, index_of: Callable[[int], int]) -> Device:
     driver = cuda_driver.read()
     assert driver is not None
     gpu = driver.gpus[index_of(len(driver.gpus))]
-    if gpu.capability < cuda_driver.OLDEST_CAPABILITY:
+    if gpu.capability < OLDEST_CAPABILITY:
         raise UsageError(
-            f"GPU {gpu.index}, {gpu.name}, has compute capability {cuda_driver.dotted(gpu.capability)}, below "
-            f"{cuda_driver.dotted(cuda_driver.OLDEST_CAPABILITY)}: leave it out with CUDA_VISIBLE_DEVICES"
+            f"GPU {gpu.index}, {gpu.name}, has compute capability {dotted(gpu.capability)}, below "
+            f"{dotted(OLDEST_CAPABILITY)}: leave it out with CUDA_VISIBLE_DEVICES"
         )
     import cupy
 
@@ -167,13 +167,13 @@ def refuse_dtypes(device: Device, *dtypes: str, scaling: str = "delayed", option
         return
     if not has_fp8(device):
         raise UsageError(
-            f"{option} e4m3 needs a GPU of compute capability {cuda_driver.dotted(OLDEST_FP8)} or later, and "
-            f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use {option} bf16"
+            f"{option} e4m3 needs a GPU of compute capability {dotted(OLDEST_FP8)} or later, and "
+            f"{_gpu_name(device)} has {dotted(device.capability)}: use {option} bf16"
         )
     if scaling in ("rowwise", "blockwise") and device.capability != HOPPER:
         raise UsageError(
-            f"--fp8-scaling {scaling} needs a GPU of compute capability {cuda_driver.dotted(HOPPER)}, as cuBLASLt has "
-            f"such scales for no other, and {_gpu_name(device)} has {cuda_driver.dotted(device.capability)}: use "
+            f"--fp8-scaling {scaling} needs a GPU of compute capability {dotted(HOPPER)}, as cuBLASLt has "
+            f"such scales for no other, and {_gpu_name(device)} has {dotted(device.capability)}: use "
             "--fp8-scaling delayed or current"
         )
 
@@ -183,8 +183,8 @@ def packing_problem(device: Device, dtype: str) -> str | None:
     if device.kind == "cpu" or dtype != "bf16" or device.capability >= OLDEST_PACKING:
         return None
     return (
-        f"packed rows in bf16 need a GPU of compute capability {cuda_driver.dotted(OLDEST_PACKING)} or later, and "
-        f"{_gpu_name(device)} has {cuda_driver.dotted(device.capability)}"
+        f"packed rows in bf16 need a GPU of compute capability {dotted(OLDEST_PACKING)} or later, and "
+        f"{_gpu_name(device)} has {dotted(device.capability)}"
     )
 
 
@@ -229,7 +229,7 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
     """What the log has of a GPU beside its name and memory: only what is known."""
     found = device.planned or device.gpu
     assert found is not None
-    capability = cuda_driver.dotted(found.capability)
+    capability = dotted(found.capability)
     if not found.num_sms:
         return {"compute capability": f"{capability}, assumed of a GPU that is given by its size"}
     facts: dict[str, Any] = {"compute capability": capability, "SMs": found.num_sms}
@@ -240,7 +240,7 @@ def _cuda_facts(device: Device) -> dict[str, Any]:
         return facts
     driver, reading = cuda_driver.read(), nvml.read(device.gpu.uuid) or nvml.Reading()
     assert driver is not None
-    version = f"{reading.driver or driver.version or 'unknown'} (CUDA {cuda_driver.dotted(driver.cuda)})"
+    version = f"{reading.driver or driver.version or 'unknown'} (CUDA {dotted(driver.cuda)})"
     facts |= {"uuid": device.gpu.uuid, "driver": version}
     known = {"power limit": ("{:.0f} W", reading.max_watts), "largest clock": ("{} MHz", reading.max_sm_mhz)}
     facts |= {name: text.format(value) for name, (text, value) in known.items() if value is not None}

@@ -91,35 +91,26 @@ def test_kernels_read_and_write_it_where_it_is(block):
         assert (view == 2 * number + 1).all()
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 16])
-def test_pieces_change_no_bit(monkeypatch, piece_bytes):
-    from llmq.backends import cuda
-
-    config = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=3, vocab_size=1000)
-    for precision in (BF16, FP8["e4m3", "delayed"]):
-        found = []
-        for memory, piece in ((Memory(), 1 << 30), (EVERYTHING, 1 << 30), (EVERYTHING, piece_bytes)):
-            monkeypatch.setattr(cuda, "PIECE_BYTES", piece)
-            backend = cuda.CudaBackend()
-            plan = plan_of(precision, memory, config, scratch_bytes=backend.scratch_bytes, batch_size=4, seq_len=128)
-            engine = engine_of(plan, backend=backend)
-            found.append((train_steps(engine, steps=4), bits(engine)))
-            assert ("Host memory" in backend.allocated) == (memory is EVERYTHING)
-        assert found[0] == found[1] == found[2]
-
-
-def test_memory_that_is_not_locked_changes_no_bit(monkeypatch):
-    """A system that refuses to lock memory: programs run without graphs, and copies wait."""
+@pytest.mark.parametrize("change", [1, 1 << 16, "refused"])
+@pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
+def test_neither_pieces_nor_a_refusal_to_lock_memory_change_a_bit(monkeypatch, precision, change):
+    """Where the system refuses, programs run without graphs, and copies wait."""
     from llmq.backends import cuda, cuda_memory
 
     config = tiny(hidden_size=256, head_dim=64, intermediate_size=384, num_layers=3, vocab_size=1000)
-    found = []
-    for refuses in (False, True):
-        if refuses:
-            monkeypatch.setattr(cuda_memory, "_lock", lambda piece, stream: False)
+
+    def result(memory):
         backend = cuda.CudaBackend()
-        plan = plan_of(BF16, EVERYTHING, config, scratch_bytes=backend.scratch_bytes, batch_size=4, seq_len=128)
+        plan = plan_of(precision, memory, config, scratch_bytes=backend.scratch_bytes, batch_size=4, seq_len=128)
         engine = engine_of(plan, backend=backend)
-        found.append((train_steps(engine, steps=4), bits(engine)))
-        assert any("refuses to lock" in text for text in backend.notices) == refuses
-    assert found[0] == found[1]
+        found = train_steps(engine, steps=4), bits(engine)
+        assert ("Host memory" in backend.allocated) == (memory is EVERYTHING)
+        return found, any("refuses to lock" in text for text in backend.notices)
+
+    expected = result(Memory())
+    assert result(EVERYTHING) == expected
+    if change == "refused":
+        monkeypatch.setattr(cuda_memory, "_lock", lambda piece, stream: False)
+    else:
+        monkeypatch.setattr(cuda, "PIECE_BYTES", change)
+    assert result(EVERYTHING) == (expected[0], change == "refused")

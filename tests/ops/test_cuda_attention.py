@@ -189,6 +189,17 @@ def runner(cudnn):
     return Runner(cudnn)
 
 
+def both_ways(runner, size, window, dtype, max_docs):
+    """qkv, and att, lse and d_qkv of the reference and of the GPU."""
+    borders = borders_of(size, max_docs)
+    qkv, d_att, *right = reference(size, window, dtype, borders)
+    got = outputs(size, dtype, borders)
+    att, lse, d_qkv = (o.tensors[0] for o in right)
+    a, s = runner.run("attention_forward", got[:2], [qkv, borders], window, size)
+    (d,) = runner.run("attention_backward", got[2:], [d_att, qkv, att, lse, borders], window, size)
+    return qkv, (att.array, lse.array, d_qkv.array), (a, s, d)
+
+
 @pytest.mark.gpu
 @PACKED
 @WINDOWS
@@ -199,18 +210,13 @@ def test_bf16(runner, size, window, max_docs):
     Gradients: p and d_s are rounded to bf16 before they are multiplied, att and the results too. Rounding errors are
     2^-8 of a number at most, half of that on average, and independent: a whole tensor errs by a few times 2^-9.
     """
-    borders = borders_of(size, max_docs)
-    qkv, d_att, att, lse, d_qkv = reference(size, window, "bf16", borders)
-    got_att, got_lse, got_d = outputs(size, "bf16", borders)
-    a, s = runner.run("attention_forward", [got_att, got_lse], [qkv, borders], window, size)
+    qkv, (att, lse, d_qkv), (a, s, d) = both_ways(runner, size, window, "bf16", max_docs)
     largest = np.abs(heads(size, qkv.read())[2]).max()
-    assert np.abs(a.astype(np.float64) - att.tensors[0].array.astype(np.float64)).max() <= 3 * 2.0**-8 * largest
-    np.testing.assert_allclose(s, lse.tensors[0].array, atol=2e-5, rtol=2e-5)
-    read = [d_att, qkv, att.tensors[0], lse.tensors[0], borders]
-    (d,) = runner.run("attention_backward", [got_d], read, window, size)
-    for got, expected in zip(heads(size, d), heads(size, d_qkv.tensors[0].array), strict=True):
+    assert np.abs(a.astype(np.float64) - att.astype(np.float64)).max() <= 3 * 2.0**-8 * largest
+    np.testing.assert_allclose(s, lse, atol=2e-5, rtol=2e-5)
+    for got, expected in zip(heads(size, d), heads(size, d_qkv), strict=True):
         # a lone key has p = 1, so that d_q and d_k vanish but for rounding: compare with the whole gradient then
-        scale = max(np.linalg.norm(expected), 0.05 * np.linalg.norm(d_qkv.tensors[0].array.astype(np.float64)))
+        scale = max(np.linalg.norm(expected), 0.05 * np.linalg.norm(d_qkv.astype(np.float64)))
         assert np.linalg.norm(got - expected) <= 4 * 2.0**-9 * scale
 
 
@@ -220,17 +226,11 @@ def test_bf16(runner, size, window, max_docs):
 @CASES
 def test_fp32(size, window, max_docs):
     """Sums of up to T and Hd terms in f32: either side is right to as many times 2^-24 of their magnitudes."""
-    runner, borders = Runner(None), borders_of(size, max_docs)
-    qkv, d_att, att, lse, d_qkv = reference(size, window, "fp32", borders)
-    got_att, got_lse, got_d = outputs(size, "fp32", borders)
-    a, s = runner.run("attention_forward", [got_att, got_lse], [qkv, borders], window, size)
+    qkv, (att, lse, d_qkv), (a, s, d) = both_ways(Runner(None), size, window, "fp32", max_docs)
     bound = 2.0**-24 * (size.t + 2 * size.hd)
-    np.testing.assert_allclose(a, att.tensors[0].array, atol=bound * np.abs(qkv.array).max(), rtol=0)
-    np.testing.assert_allclose(s, lse.tensors[0].array, atol=bound * 10, rtol=0)
-    read = [d_att, qkv, att.tensors[0], lse.tensors[0], borders]
-    (d,) = runner.run("attention_backward", [got_d], read, window, size)
-    error = np.linalg.norm(d.astype(np.float64) - d_qkv.tensors[0].array)
-    assert error <= bound * np.linalg.norm(d_qkv.tensors[0].array)
+    np.testing.assert_allclose(a, att, atol=bound * np.abs(qkv.array).max(), rtol=0)
+    np.testing.assert_allclose(s, lse, atol=bound * 10, rtol=0)
+    assert np.linalg.norm(d.astype(np.float64) - d_qkv) <= bound * np.linalg.norm(d_qkv)
 
 
 @pytest.mark.gpu
@@ -248,43 +248,6 @@ def test_an_unwanted_output_is_not_written(runner, unwanted, dtype, max_docs):
     for whole, alone in zip(both, one, strict=True):
         if alone is not None:
             np.testing.assert_array_equal(alone, whole)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("op", OPS_HERE)
-@PACKED
-def test_two_runs_and_a_graph_give_the_same_bits(runner, op, dtype, max_docs):
-    import cupy
-
-    size = replace(SMALL, b=4, t=512)
-    rng = np.random.default_rng(0)
-    borders = borders_of(size, max_docs)
-    qkv = tensor(rng.standard_normal((size.b, size.t, size.q)), dtype)
-    att, lse, d_qkv = outputs(size, dtype, borders)
-    runner.run("attention_forward", [att, lse], [qkv, borders], None, size)
-    read, written = [qkv, borders], [att, lse]
-    if op == "attention_backward":
-        d_att = tensor(rng.standard_normal(att.shape), dtype)
-        read, written = [d_att, qkv, att.tensors[0], lse.tensors[0], borders], [d_qkv]
-    call = runner.bound(op, written, read, None, size)
-    results = []
-    stream = cupy.cuda.Stream(non_blocking=True)
-    for _ in range(3):
-        call()
-        cupy.cuda.get_current_stream().synchronize()
-        results.append([runner.device.host(o.tensors[0].array).tobytes() for o in written])
-    with stream:
-        stream.begin_capture()
-        call()
-        graph = stream.end_capture()
-        for o in written:
-            runner.device.array(o.tensors[0].array).fill(0)
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-    results.append([runner.device.host(o.tensors[0].array).tobytes() for o in written])
-    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.gpu(emulated=True)
@@ -319,35 +282,43 @@ def test_documents_are_found(max_docs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_one_graph_serves_every_packing(runner, dtype):
-    """Captured with one set of borders, launched with another: the bits of an eager run with those."""
+@PACKED
+def test_two_runs_and_one_graph_for_every_packing_give_the_same_bits(runner, dtype, max_docs):
+    """Captured with one set of borders, launched with another: the bits of eager runs with those."""
     import cupy
 
-    size = replace(SMALL, b=4, t=512)
-    first, second = (borders_of(size, 8, seed) for seed in (0, 1))
-    qkv, d_att, _, _, _ = reference(size, None, dtype, second)
-    expected = outputs(size, dtype, second)
-    a, s = runner.run("attention_forward", expected[:2], [qkv, second], None, size)
-    read = [d_att, qkv, expected[0].tensors[0], expected[1].tensors[0], second]
-    (d,) = runner.run("attention_backward", expected[2:], read, None, size)
-    att, lse, d_qkv = outputs(size, dtype, first)
-    forward = runner.bound("attention_forward", [att, lse], [qkv, first], None, size)
-    forward()
-    backward = runner.bound(
-        "attention_backward", [d_qkv], [d_att, qkv, att.tensors[0], lse.tensors[0], first], None, size
-    )
+    size, device = replace(SMALL, b=4, t=512), runner.device
+    first, second = (borders_of(size, max_docs, seed) for seed in (0, 1))
+    qkv, d_att, *_ = reference(size, None, dtype, second)
+
+    def bound(borders):
+        att, lse, d_qkv = outputs(size, dtype, borders)
+        read = [d_att, qkv, att.tensors[0], lse.tensors[0], borders]
+        forward = runner.bound("attention_forward", [att, lse], [qkv, borders], None, size)
+        backward = runner.bound("attention_backward", [d_qkv], read, None, size)
+        return [o.tensors[0].array for o in (att, lse, d_qkv)], lambda: (forward(), backward())
+
+    def bits(arrays):
+        cupy.cuda.Device().synchronize()
+        return [device.host(array).tobytes() for array in arrays]
+
+    written, run = bound(second)
+    expected, again = ((run(), bits(written))[1] for _ in range(2))
+    written, run = bound(first)
+    run()  # builds plans
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        forward()
-        backward()
+        run()
         graph = stream.end_capture()
-        runner.device.array(first.array)[...] = runner.device.array(second.array)
+        if first is not None:
+            device.array(first.array)[...] = device.array(second.array)
+        for array in written:
+            device.array(array).fill(0)
         graph.launch(stream)
         stream.synchronize()
-    for o, whole in ((att, a), (lse, s), (d_qkv, d)):
-        assert runner.device.host(o.tensors[0].array).tobytes() == whole.tobytes()
+    assert expected == again == bits(written)
 
 
 @pytest.mark.gpu

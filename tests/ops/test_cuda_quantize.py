@@ -96,7 +96,7 @@ def test_copies_equal_the_reference(shape):
 
 
 @gpu
-@pytest.mark.parametrize("shape", [(304, 896), (130, 208), (1152, 640), (7, 176)], ids=str)
+@pytest.mark.parametrize("shape", [(304, 896), (130, 208), (1152, 640), (7, 176), *ROW_SHAPES], ids=str)
 def test_rows_with_scales_of_tiles_become_columns_with_theirs(shape):
     """Byte by byte, with what pads the scales."""
     check_cast(tensor(uneven(shape), "bf16", TILES), (Form("e4m3", "col", "tilewise"),), "bf16")
@@ -273,12 +273,6 @@ def test_every_byte_of_fp8_rows_is_decoded():
     x.array[...] = np.arange(256, dtype=np.uint8).view(x.array.dtype).reshape(16, 16)
     ((_, found),) = on_both("cast", {"out": output((16, 16), "fp32")}, {"x": x})
     np.testing.assert_array_equal(found.array, x.read())
-
-
-@of_rows
-@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
-def test_tiles_turn_with_their_scales(shape):
-    check_cast(tensor(uneven(shape), None, TILES), (Form("e4m3", "col", "tilewise"),), "bf16")
 
 
 @pytest.mark.gpu(emulated="300-896")

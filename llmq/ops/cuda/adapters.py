@@ -132,7 +132,7 @@ def _parts_bytes(rows: int, columns: int, rank: int, height: int, width: int) ->
 
 def scale_columns_forward(y: Output, /, x: Tensor, gain: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """y (...,N) <- x (...,N), gain (N,) f32, bias (N,) or None, residual (...,N) or None: gain x + bias + residual."""
-    rows, columns = gpu.matrix_of(x.shape)
+    rows, columns = gpu.rows_of(x.shape), x.shape[-1]
     assert gpu.type_of(gain) == "float", "a gain is held in f32"
     arguments = (y, x, gain, bias, residual, np.int64(rows))
     constants, across = _column_constants(gpu.type_of(y, x, bias, residual), columns)
@@ -145,7 +145,7 @@ def scale_columns_backward(
     d_x: Output, d_gain: Output, /, d_y: Tensor, x: Tensor, gain: Tensor, *, scratch: Any = None
 ) -> None:
     """d_x (...,N), d_gain (N,) <- d_y (...,N), x (...,N), gain (N,) f32."""
-    rows, columns = gpu.matrix_of(x.shape)
+    rows, columns = gpu.rows_of(x.shape), x.shape[-1]
     assert gpu.type_of(gain) == "float", "a gain is held in f32"
     wanted, outputs = gpu.forms(d_x)
     parts = -(-rows // gpu.SUMS_ROWS)
@@ -231,11 +231,11 @@ def virtual_tokens_forward(
     _replace(out, x, virtual, positions, num_virtual, channels)
 
 
-@gpu.asks(
-    refuse=lambda call, _: gpu.at_most(
-        gpu.GRID_SIDE, call.numbers["num_virtual"], "virtual tokens", "an adapter", "fewer"
-    )
-)
+def _refuse_many(call: Arguments, capability: int) -> None:
+    gpu.at_most(gpu.GRID_SIDE, call.numbers["num_virtual"], "virtual tokens", "an adapter", "fewer")
+
+
+@gpu.asks(refuse=_refuse_many)
 def virtual_tokens_backward(
     d_x: Output, d_virtual: Output, /, d_out: Tensor, positions: Tensor, *, num_virtual: int, channels: int
 ) -> None:
@@ -243,11 +243,9 @@ def virtual_tokens_backward(
     if d_virtual.wanted:
         constants = _virtual_constants(d_out, num_virtual, channels, G=gpu.type_of(d_virtual))
         number = int(constants["N"])
-        arguments = (d_virtual, d_out, positions, np.int32(gpu.rows_of(d_out.shape)))
+        arguments = (d_virtual, d_out, positions, np.int32(gpu.rows_of(d_out.shape)), gpu.adds(d_virtual))
         grid = (-(-channels // (VIRTUAL_THREADS * number)), num_virtual)
-        gpu.launch(
-            "virtual_tokens", "virtual_tokens_sum", grid, VIRTUAL_THREADS, (*arguments, gpu.adds(d_virtual)), constants
-        )
+        gpu.launch("virtual_tokens", "virtual_tokens_sum", grid, VIRTUAL_THREADS, arguments, constants)
     _replace(d_x, d_out, None, positions, num_virtual, channels)
 
 
@@ -258,10 +256,8 @@ def _replace(out: Output, x: Tensor, matrix: Tensor | None, positions: Tensor, n
     assert gpu.type_of(out, x)
     rows, is_in_place = gpu.rows_of(x.shape), gpu.plain(out) == gpu.pointer(x)
     constants = _virtual_constants(x, num_virtual, channels, IN_PLACE=int(is_in_place))
-    arguments = (out, x, matrix, positions, np.int32(rows))
-    gpu.launch(
-        "virtual_tokens", "virtual_tokens", -(-rows * 32 // VIRTUAL_THREADS), VIRTUAL_THREADS, arguments, constants
-    )
+    arguments, blocks = (out, x, matrix, positions, np.int32(rows)), -(-rows * 32 // VIRTUAL_THREADS)
+    gpu.launch("virtual_tokens", "virtual_tokens", blocks, VIRTUAL_THREADS, arguments, constants)
 
 
 def _virtual_constants(x: Tensor, num_virtual: int, channels: int, **others: int | str) -> Constants:

@@ -93,12 +93,9 @@ class Cudnn:
     def plan(self, kind: str, shape: AttentionShape) -> AttentionPlan:
         """The plan of a `kind`: evaluate (no lse), forward or backward. UsageError for what cuDNN lacks on this GPU."""
         if (kind, shape) not in self._plans:
-            graph = self._cudnn.pygraph(
-                io_data_type=self._cudnn.data_type.BFLOAT16,
-                intermediate_data_type=self._cudnn.data_type.FLOAT,
-                compute_data_type=self._cudnn.data_type.FLOAT,
-                handle=self._handle,
-            )
+            kinds = self._cudnn.data_type
+            types = {"intermediate_data_type": kinds.FLOAT, "compute_data_type": kinds.FLOAT}
+            graph = self._cudnn.pygraph(io_data_type=kinds.BFLOAT16, **types, handle=self._handle)
             try:
                 tensors = self._backward(graph, shape) if kind == "backward" else self._forward(graph, shape, kind)
                 uids = {name: uid for uid, (name, tensor) in enumerate(tensors.items(), 1) if tensor.set_uid(uid)}
@@ -138,13 +135,9 @@ class Cudnn:
         dims, strides, bf16 = self._dims(s), self._strides(s, s.num_heads * s.head_dim), self._cudnn.data_type.BFLOAT16
         ragged = self._ragged(tensors, "att")
         read = {n: graph.tensor(name=n, dim=dims, stride=strides, data_type=bf16, **ragged) for n in ("att", "d_att")}
-        read["lse"] = graph.tensor(
-            name="lse",
-            dim=[s.num_documents, s.num_heads, s.extent, 1],
-            stride=self._lse_strides(s),
-            data_type=self._cudnn.data_type.FLOAT,
-            **self._ragged(tensors, "lse"),
-        )
+        about = {"dim": [s.num_documents, s.num_heads, s.extent, 1], "stride": self._lse_strides(s)}
+        about |= {"data_type": self._cudnn.data_type.FLOAT, **self._ragged(tensors, "lse")}
+        read["lse"] = graph.tensor(name="lse", **about)
         options = {**self._options(s, tensors), "use_deterministic_algorithm": self.deterministic}
         if s.max_docs is not None:
             options |= dict.fromkeys(("max_total_seq_len_q", "max_total_seq_len_kv"), s.batch * s.length)
@@ -171,17 +164,10 @@ class Cudnn:
         return {"ragged_offset": tensors[f"{name}_offsets"]} if tensors else {}
 
     def _packed(self, graph: Any, s: AttentionShape, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        heads = (s.num_heads, s.num_kv_heads, s.num_kv_heads)
-        return {
-            name: graph.tensor(
-                name=name,
-                dim=self._dims(s, count),
-                stride=self._strides(s, s.packed),
-                data_type=self._cudnn.data_type.BFLOAT16,
-                **self._ragged(tensors, "qkv"),
-            )
-            for name, count in zip("qkv", heads, strict=True)
-        }
+        about = {"stride": self._strides(s, s.packed), "data_type": self._cudnn.data_type.BFLOAT16}
+        about |= self._ragged(tensors, "qkv")
+        heads = zip("qkv", (s.num_heads, s.num_kv_heads, s.num_kv_heads), strict=True)
+        return {name: graph.tensor(name=name, dim=self._dims(s, count), **about) for name, count in heads}
 
     def _dims(self, s: AttentionShape, heads: int | None = None) -> list[int]:
         return [s.num_documents, heads or s.num_heads, s.extent, s.head_dim]

@@ -129,17 +129,9 @@ def sum_pieces(out: Output, /, own: Tensor, pieces: Tensor | None, *, rank: int)
         number = gpu.access(columns, *types.values())  # an access has one scale
         types["P"] = "e4m3"
     constants: Constants = {**types, "N": number, "C": columns}
-    arguments = (
-        out,
-        own,
-        pieces,
-        gpu.scale_of(pieces),
-        np.int64(count),
-        np.int64(0 if pieces is None else math.prod(pieces.shape[1:])),
-        np.int32(others),
-        np.int32(rank),
-        gpu.adds(out),
-    )
+    apart = 0 if pieces is None else math.prod(pieces.shape[1:])
+    numbers = (np.int64(count), np.int64(apart), np.int32(others), np.int32(rank), gpu.adds(out))
+    arguments = (out, own, pieces, gpu.scale_of(pieces), *numbers)
     blocks = min(gpu.multiprocessors() * RESIDENT, -(-count // (THREADS * number)))
     gpu.launch("sum_pieces", "sum_pieces", blocks, THREADS, arguments, constants)
 

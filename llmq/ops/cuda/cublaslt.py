@@ -69,12 +69,10 @@ class Gemm:
     @property
     def key(self) -> str:
         """Unique and readable: `9728x32768x896 bf16T896 bf16N896 -> bf16N9728 bias=bf16`."""
-        parts = [f"{self.m}x{self.n}x{self.k} {self.a.key} {self.b.key} -> {self.d.key}"]
-        parts += [f"bias={self.bias}"] if self.bias else []
-        parts += [f"c={self.c}"] if self.c else []
-        parts += ["fast"] if self.fast else []
-        parts += [f"align={self.alignment}"] if self.alignment != ALIGNMENT else []
-        return " ".join(parts)
+        shape = f"{self.m}x{self.n}x{self.k} {self.a.key} {self.b.key} -> {self.d.key}"
+        apart = {f"bias={self.bias}": self.bias, f"c={self.c}": self.c, "fast": self.fast}
+        apart[f"align={self.alignment}"] = self.alignment != ALIGNMENT
+        return " ".join([shape, *(text for text, is_there in apart.items() if is_there)])
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each matrix as it lies in memory, of a separate C, of the bias and the scales."""
@@ -262,13 +260,11 @@ class Gemms:
         lt = self._lt
         names = lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
+        sides = [getattr(names, f"MIN_ALIGNMENT_{side}_BYTES") for side in "ABCD"]
         limits = {
             names.MAX_WORKSPACE_BYTES: WORKSPACE_BYTES,
             names.REDUCTION_SCHEME_MASK: int(lt.ReductionScheme.COMPUTE_TYPE),  # over split K: in f32, in the workspace
-            names.MIN_ALIGNMENT_A_BYTES: problem.alignment,
-            names.MIN_ALIGNMENT_B_BYTES: problem.alignment,
-            names.MIN_ALIGNMENT_C_BYTES: problem.alignment,
-            names.MIN_ALIGNMENT_D_BYTES: problem.alignment,
+            **dict.fromkeys(sides, problem.alignment),
         }
         for name, value in limits.items():
             cell = np.array([value], lt.get_matmul_preference_attribute_dtype(name))

@@ -77,18 +77,10 @@ def attention_cached(
     parts = gpu.room(scratch, 4 * batch * num_heads * pieces * (head_dim + 2))
     numbers = (np.int32(length), np.int32(min(window or length, length)), np.float32(softmax_scale))
     arguments = (att, new_cache, parts, qkv, table, positions, *numbers)
-    grid, shared = (pieces, num_kv_heads, batch), _shared_bytes(kind, head_dim, group)
+    where = ("cached_attention", "attend", (pieces, num_kv_heads, batch), ATTENTION_THREADS)
     # What it reads early are the positions, which a step leaves for the next one, and what earlier steps cached.
-    gpu.launch(
-        "cached_attention",
-        "attend",
-        grid,
-        ATTENTION_THREADS,
-        arguments,
-        constants,
-        shared_bytes=shared,
-        early=not copied,
-    )
+    shared = _shared_bytes(kind, head_dim, group)
+    gpu.launch(*where, arguments, constants, shared_bytes=shared, early=not copied)
 
 
 def _keys(kind: str, head_dim: int) -> int:
@@ -102,9 +94,8 @@ def _pieces(kind: str, head_dim: int, length: int) -> int:
 
 def _shared_bytes(kind: str, head_dim: int, group: int) -> int:
     keys = _keys(kind, head_dim)
-    return (
-        2 * keys * (head_dim + gpu.access(head_dim, kind)) * gpu.size_of(kind) + 4 * group * (head_dim + keys + 2) + 4
-    )
+    tiles = 2 * keys * (head_dim + gpu.access(head_dim, kind)) * gpu.size_of(kind)
+    return tiles + 4 * group * (head_dim + keys + 2) + 4
 
 
 @gpu.asks(refuse=lambda call, _: gpu.access_to(call.reads["x"]))
@@ -112,7 +103,7 @@ def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K) or (2N,K), bias (N,) or (2N,) or None, residual (B,1,N)
     or None. What no kernel of a program writes, as the weight, is read before the kernels before it are done."""
     x, norm, weight, bias, residual = read
-    kind, (tokens, columns), rows = gpu.type_of(x, y, weight), gpu.matrix_of(x.shape), y.shape[-1]
+    kind, tokens, columns, rows = gpu.type_of(x, y, weight), gpu.rows_of(x.shape), x.shape[-1], y.shape[-1]
     assert tokens <= MOST_TOKENS, f"{y.name}: {tokens} tokens"
     number = gpu.access(columns, kind)
     split = _split(rows, -(-columns // (32 * number)), int(gated))
@@ -122,9 +113,8 @@ def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
     arguments = (y, weight, x, norm, bias, residual, np.float32(eps), np.int32(rows))
     shared = tokens * columns * gpu.size_of(kind) if norm is not None else 0
     blocks = _blocks(-(-rows * split // WARPS), RESIDENT * gpu.multiprocessors())
-    gpu.launch(
-        "token_linear", "token_linear", blocks, 32 * WARPS, arguments, constants, shared_bytes=shared, early=True
-    )
+    where = ("token_linear", "token_linear", blocks, 32 * WARPS)
+    gpu.launch(*where, arguments, constants, shared_bytes=shared, early=True)
 
 
 def _blocks(needed: int, resident: int) -> int:

@@ -210,11 +210,6 @@ def rows_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape[:-1])
 
 
-def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor seen as (rows, last axis)."""
-    return rows_of(shape), shape[-1]
-
-
 def sums_bytes(shape: tuple[int, ...]) -> int:
     """Bytes of a partial row for every 256 rows of a tensor."""
     return -(-rows_of(shape) // SUMS_ROWS) * shape[-1] * 4

@@ -138,11 +138,8 @@ def _pose(op: str, output: Output, inputs: Sequence[Tensor | None]) -> tuple[Gem
     out, views = _View.of(target), [None if tensor is None else _View.of(tensor) for tensor in inputs]
     left, right, bias, residual = views
     assert left is not None and right is not None
-    is_own = residual is not None and (residual.address, residual.dtype, residual.ld) == (
-        out.address,
-        out.dtype,
-        out.ld,
-    )
+    place = out.address, out.dtype, out.ld
+    is_own = residual is not None and (residual.address, residual.dtype, residual.ld) == place
     problem = _problem(op, out, output.accumulate or is_own, (left, right, bias, None if is_own else residual))
     assert not (output.accumulate and is_own), f"{op}: {out.name} is added to and has a residual"
     return problem, Pointers(

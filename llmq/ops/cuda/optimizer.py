@@ -150,16 +150,8 @@ def _update(
         columns = gpu.TILE_LANES * number
         blocks = min(gpu.multiprocessors() * resident, -(-count // (gpu.TILE_THREADS * number)))
     constants = {**types, "C": columns, "N": number, "TILED": int(tiled), "RESIDENT": resident, **wanted, **more}
-    arguments = (
-        *written,
-        *given,
-        *read,
-        *numbers,
-        *gpu.random_key(seed, stream),
-        np.int64(count),
-        np.int64(first),
-        np.int64(gpu.height(weight)),
-    )
+    place = (*gpu.random_key(seed, stream), *map(np.int64, (count, first, gpu.height(weight))))
+    arguments = (*written, *given, *read, *numbers, *place)
     gpu.launch(source, entry, blocks, gpu.TILE_THREADS, arguments, constants)
 
 

@@ -72,7 +72,7 @@ def cast(out: Output, /, x: Tensor) -> None:
 
 def _transpose(out: Tensor, x: Tensor) -> None:
     """Bytes of the columns of x <- those of its rows, with the scales of tiles."""
-    rows, columns = gpu.matrix_of(x.shape)
+    rows, columns = gpu.rows_of(x.shape), x.shape[-1]
     constants = {"C": columns, "VECTOR": int(rows % 16 == 0 and columns % 16 == 0)}
     blocks = -(-rows // TURNED) * -(-columns // TURNED)
     owns = x.form is not None and x.form.owns_scales
@@ -196,17 +196,9 @@ def _constants(out: Output, x: Tensor, copy: Tensor, forms: int, scaling: str) -
     packs, warps = -(-x.shape[-1] // number), 1
     while warps < 32 and packs > 32 * warps * HELD_PACKS:
         warps *= 2
-    return {
-        "X": gpu.type_of(x),
-        "T": gpu.type_of(out),
-        "C": x.shape[-1],
-        "N": number,
-        "FORMS": forms,
-        "E4M3": int(copy.form.dtype == "e4m3"),
-        "INT8": int(copy.form.dtype == "int8"),
-        "WARPS": warps,
-        "PER": PER_TILE[scaling],
-    }
+    types: Constants = {"X": gpu.type_of(x), "T": gpu.type_of(out), "C": x.shape[-1], "N": number, "FORMS": forms}
+    codes = {name.upper(): int(copy.form.dtype == name) for name in ("e4m3", "int8")}
+    return {**types, **codes, "WARPS": warps, "PER": PER_TILE[scaling]}
 
 
 def _rows(out: Output, scale: Output, copy: Tensor, x: Tensor, limit: float, scratch: Any) -> None:

@@ -83,7 +83,7 @@ def all_to_all(pieces: Output, /, x: Tensor, *, bounds: tuple[int, ...], world: 
         apart = target.shape[1]
         out: list[Tensor | None] = [None] * world.size
         into: list[Tensor | None] = [None] * world.size
-        for place, rank in enumerate(_others(world)):
+        for place, rank in enumerate(rank for rank in range(world.size) if rank != world.rank):
             out[rank], into[rank] = _rows(x, bounds, rank), target.chunk(place * apart, mine) if mine else None
         _exchange(world, out, into)
 
@@ -121,10 +121,6 @@ def _share(bounds: tuple[int, ...], rank: int) -> int:
     return bounds[rank + 1] - bounds[rank]
 
 
-def _others(world: World) -> list[int]:
-    return [rank for rank in range(world.size) if rank != world.rank]
-
-
 def _rows(whole: Tensor, bounds: tuple[int, ...], rank: int) -> Tensor | None:
     """A rank's rows of a tensor; None if it has none."""
     count = _share(bounds, rank)
@@ -143,20 +139,10 @@ def _received(x: Tensor, bounds: tuple[int, ...], world: World) -> list[Tensor]:
 
 def _exchange(world: World, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
     """Bytes, and after them the scales that copies own."""
-    world.exchange(*([_bytes(t) for t in side] for side in (outgoing, incoming)))
+    world.exchange(*([_bytes(t.array if t else None) for t in side] for side in (outgoing, incoming)))
     if any(t is not None and t.form is not None and t.form.owns_scales for t in (*outgoing, *incoming)):
-        world.exchange(*([_scales(t) for t in side] for side in (outgoing, incoming)))
+        world.exchange(*([_bytes(t.scale if t else None) for t in side] for side in (outgoing, incoming)))
 
 
-NOTHING = np.empty(0, np.uint8)
-
-
-def _bytes(tensor: Tensor | None) -> np.ndarray:
-    return NOTHING if tensor is None else tensor.array.reshape(-1).view(np.uint8)
-
-
-def _scales(tensor: Tensor | None) -> np.ndarray:
-    if tensor is None:
-        return NOTHING
-    assert tensor.scale is not None
-    return tensor.scale.reshape(-1).view(np.uint8)
+def _bytes(array: np.ndarray | None) -> np.ndarray:
+    return np.empty(0, np.uint8) if array is None else array.reshape(-1).view(np.uint8)
