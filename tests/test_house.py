@@ -311,7 +311,7 @@ def test_a_method_of_adaptation_is_asked_at_five_places():
     """Where a model is built, what surrounds a step, first values, export and resume; `Spec` answers for the rest."""
     asking = {name for name, path in modules().items() if re.search(r"\bspec\.adapters\b", path.read_text("utf-8"))}
     own = {name for name in asking if name.startswith(("llmq.adapters", "llmq.options"))} | {"llmq.plan.spec"}
-    training = {f"llmq.training.{name}" for name in ("prepare", "exports", "saving")}
+    training = {f"llmq.training.{name}" for name in ("prepare", "finish", "saving")}
     assert asking - own == {"llmq.plan.build", "llmq.plan.recordings", *training}
 
 

@@ -40,17 +40,6 @@ class Bench(click.Group):
         return super().parse_args(ctx, args)
 
 
-def _own(*, of_runs: bool) -> list[click.Parameter]:
-    """Options of the bench itself: those of single ops, too, or those of runs alone."""
-    chosen = [d for d in OWN.values() if (d.key in OF_RUNS) == of_runs]
-    return list(map(own_option, chosen))
-
-
-def _as_in_training(*keys: str) -> list[click.Parameter]:
-    """Options of llmq-train, with their other names."""
-    return [option_elsewhere(d, *d.aliases) for d in map(descriptions().__getitem__, keys)]
-
-
 def _asked(given: dict[str, Any]) -> tuple[BenchOptions, dict[str, Any]]:
     """The options of the bench, and those of llmq-train. UsageError for bad values of the former."""
     typed = {key: value for key, value in given.items() if value not in (None, ())}
@@ -123,8 +112,12 @@ def op(pattern: str, listed: bool, **given: Any) -> int:
     return run(*asked, pattern, listed=listed)
 
 
-command.params += [*_own(of_runs=True), *_own(of_runs=False), *_as_in_training(*SHARED, *OF_TRAINED)]
-op.params += [*_own(of_runs=False), *_as_in_training(*SHARED)]
+of_runs, of_both = ([own_option(d) for d in OWN.values() if (d.key in OF_RUNS) == alone] for alone in (True, False))
+shared, of_trained = (
+    [option_elsewhere(d, *d.aliases) for d in map(descriptions().__getitem__, keys)] for keys in (SHARED, OF_TRAINED)
+)
+command.params += [*of_runs, *of_both, *shared, *of_trained]
+op.params += [*of_both, *shared]
 shell.version_option(command)
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ def started(options: Options, arguments: Sequence[str]) -> int | None:
     from llmq.comm.environment import recognised, starts_ranks
 
     flat = options.to_flat()
-    if flat["dry_run"]:
-        return None
     gpus = flat["gpus"]
-    if not starts_ranks(flat["launcher"], recognised(os.environ, gpus), gpus):
+    if flat["dry_run"] or not starts_ranks(flat["launcher"], recognised(os.environ, gpus), gpus):
         return None
     return _start(options, arguments, TRAIN, gpus=gpus)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -81,14 +82,10 @@ def _drop_output() -> None:
 
 
 def _say(message: str) -> None:
-    try:
+    with suppress(OSError):
         sys.stdout.flush()
-    except OSError:
-        pass
-    try:
+    with suppress(OSError):
         print(f"error: {message}", file=sys.stderr, flush=True)
-    except OSError:
-        pass
 
 
 def _refuse_single_dashes(command: click.Command, arguments: Sequence[str]) -> None:
@@ -148,10 +145,8 @@ def _show_versions(context: click.Context, parameter: click.Parameter, value: An
         return
     click.echo(f"llmq {llmq.__version__}\npython {platform.python_version()}")
     for name in LIBRARIES.split():
-        try:
+        with suppress(PackageNotFoundError):
             click.echo(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            pass
     context.exit()
 
 

@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ def smoothed(values: np.ndarray, width: int) -> np.ndarray:
     """
     good = np.isfinite(values)
     if width < 2:
-        return np.where(good, values, math.nan)
+        return _finite(values)
     total, count = np.where(good, values, 0.0), good.astype(np.float64)
     reach = width // 2
     first = np.maximum(np.arange(values.size) - reach, 0)
@@ -105,19 +106,16 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
     style: Any = {**dict(matplotlib.rcParamsDefault), **STYLE}  # not the user's matplotlibrc
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(11, 6.2), dpi=160, facecolor="white")
-        _draw(figure, _labelled(logs))
+        _draw(figure, [_run(*one) for one in zip(logs, labels(logs), cycle(COLOURS), strict=False)])
         image = io.BytesIO()
         figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
     write_whole(out, image.getvalue())
     return out
 
 
-def _labelled(logs: Sequence[Log]) -> list[Run]:
-    runs = []
-    for i, (log, name) in enumerate(zip(logs, labels(logs), strict=True)):
-        loss = np.where(np.isfinite(log.train["loss"]), log.train["loss"], math.nan)
-        runs.append(Run(name, COLOURS[i % len(COLOURS)], log, loss, smoothed(loss, loss.size // 60)))
-    return runs
+def _run(log: Log, label: str, colour: str) -> Run:
+    loss = _finite(log.train["loss"])
+    return Run(label, colour, log, loss, smoothed(loss, loss.size // 60))
 
 
 def _draw(figure: Figure, runs: Sequence[Run]) -> None:

@@ -4,10 +4,10 @@ with --sample-prompts completions of a file's prompts, both by the weights as th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,21 +15,21 @@ from llmq.comm.world import World
 from llmq.data.batches.batch import Batch
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.engine import Engine
-from llmq.engine.generate import Drawn, Generator, generate
+from llmq.engine.generate import Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
 from llmq.generation.prompts import PromptReader, Question, drafts, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
 from llmq.plan.spec import Completions
-from llmq.screen import Report, counted
+from llmq.screen import counted
 from llmq.tensor import IGNORED
-from llmq.training.exports import RunData
 from llmq.training.hooks import Hook, RunView
 from llmq.training.log import RunLog
 from llmq.training.progress import Progress
 from llmq.training.records import EvalRecord, sample_line
 
 if TYPE_CHECKING:
+    from llmq.training.finish import RunData
     from llmq.training.ready import Ready
 
 AT_A_TIME = 8  # sequences that are completed at once: more would take a larger cache from training
@@ -105,16 +105,6 @@ class SamplePrompts:
         longest = max(map(len, self.prompts))
         return Completions(sequences, longest + self.max_tokens, row_length(self.prompts, sequences), packed)
 
-    def write(self, engine: Engine, stopped: Callable[[], bool], report: Report) -> Iterator[Mapping[str, Any]]:
-        """A record for each prompt, in order, until `stopped`; `report` gets the tokens that are done."""
-        found = generate(Generator.beside(engine), self.prompts, max_tokens=self.max_tokens, stop=self.stop)
-        seen = takewhile(lambda _: not stopped(), _reported(found, report))
-        count = len(self.prompts)
-        written = pieces(seen, drafts(self.reader, count), self.max_tokens, set(), live=False)
-        for question, answer in zip(self.questions, in_order(written, count), strict=False):
-            about = {"text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
-            yield {**question.shown, **about}
-
 
 class SampleHook(Hook):
     """Completes the prompts at every evaluation, until the run `ends`; without prompts it does nothing."""
@@ -124,13 +114,21 @@ class SampleHook(Hook):
 
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
         """Writes the completions."""
-        if self._samples is not None:
-            step = run.progress.step
-            with self._log.task("Completing prompts") as report:
-                samples = list(self._samples.write(run.engine, self._ends, report))
-            for sample in samples:
-                self._log.say(sample_line(step, sample))
-            self._log.record("samples", step=step, samples=samples)
+        if (asked := self._samples) is None:
+            return
+        step, count, tokens = run.progress.step, len(asked.prompts), asked.max_tokens
+        with self._log.task("Completing prompts") as report:
+            found = generate(Generator.beside(run.engine), asked.prompts, max_tokens=tokens, stop=asked.stop)
+            seen = takewhile(lambda _: not self._ends(), counted(found, None, report))
+            written = pieces(seen, drafts(asked.reader, count), tokens, set(), live=False)
+            answers = list(zip(asked.questions, in_order(written, count), strict=False))
+        samples = [
+            {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
+            for question, answer in answers
+        ]
+        for sample in samples:
+            self._log.say(sample_line(step, sample))
+        self._log.record("samples", step=step, samples=samples)
 
 
 def open_samples(
@@ -157,9 +155,3 @@ def open_samples(
                 f"{max_tokens:,} is more than the {config.max_position:,} positions of {source.name}: use fewer"
             )
     return SamplePrompts(questions, prompts, max_tokens, reader, stop_tokens(config, source.folder, tokenizer))
-
-
-def _reported(found: Iterator[Drawn], report: Report) -> Iterator[Drawn]:
-    for count, event in enumerate(found, 1):
-        yield event
-        report(count, None)

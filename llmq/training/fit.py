@@ -123,17 +123,8 @@ def with_longest(options: Options, spec_of: SpecOf, limits: Limits) -> Fit:
     def parsed(units: int) -> Options:
         return Options.parse({**one, **told, **settings(units)})
 
-    shortest = spec_of(parsed(1))
-
-    def spec_at(units: int) -> Spec:
-        found = settings(units)
-        memory = shortest.memory
-        chunks = found.get("lmhead_chunks", memory.head_chunks)
-        tiled = replace(memory, seq_tiles=found.get("seq_tiles", memory.seq_tiles), head_chunks=chunks)
-        return replace(shortest, seq_len=found["seq_len"], memory=tiled)
-
     with uncollected():
-        most = {relaxed: _longest(of, spec_at, room) for relaxed, of in costs.items()}
+        most = {relaxed: _longest(of, lambda units: spec_of(parsed(units)), room) for relaxed, of in costs.items()}
     longest, more = most[False], most.get(True, 0)
     hint = f"--no-deterministic allows {UNIT * more:,}" if more > longest else ""
     if not longest:

@@ -145,8 +145,8 @@ class Loop:
                 f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
                 "of which changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
             )
-        if self._view().is_last and self.saving.comes_before_evaluation:
-            self.saving.save(self._view())
+        if self._view().is_last and not self.ready.earlier.checkpoints.saves_best:
+            self.saving.save(self._view())  # the evaluation may take long, and decides nothing here
         asked |= self._evaluate_if_due(asked)
         is_due = self.saving.is_due(self.progress, last=self._view().is_last)
         is_asked |= self.ranks.size == 1 and self.saving.is_asked()

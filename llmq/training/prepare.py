@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
@@ -15,11 +15,10 @@ from llmq.disk import check_free_space
 from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError
 from llmq.files.checkpoint import EVAL_LOSS
-from llmq.files.source import ModelSource, Values, open_parameters, open_source
+from llmq.files.source import open_parameters, open_source
 from llmq.files.writers import checkpoint_bytes
 from llmq.generation.prompts import read_questions
 from llmq.hardware import device
-from llmq.hardware.device import Device
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
@@ -32,33 +31,17 @@ from llmq.plan.spec import Spec
 from llmq.screen import Report
 from llmq.training.describe import describe, describe_dry, level_lines
 from llmq.training.evaluation import SamplePrompts, open_samples
-from llmq.training.exports import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
+from llmq.training.finish import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
 from llmq.training.fit import NUMBERS, Fit, fitted, taken
 from llmq.training.fp8 import timed_sites
 from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
 from llmq.training.ranks import Ranks
-from llmq.training.ready import EarlierRun, Facts, Ready, Replan, checkpoint_slices
+from llmq.training.ready import EarlierRun, Facts, Ready, Replan, Start, checkpoint_slices
 from llmq.training.schedule import Schedule, make_schedule
 from llmq.training.without_effect import without_effect
 
 UNKNOWN_STEPS = 1_000_000  # planned for where neither the data nor --steps says how long the run is
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from, before its data is opened: who runs where, what an earlier run left, and the model with
-    its first `values`."""
-
-    options: Options
-    log: RunLog
-    ranks: Ranks
-    device: Device
-    earlier: EarlierRun
-    source: ModelSource
-    values: Values
-    seed: int
-    is_dry: bool
 
 
 def is_dry(options: RunOptions) -> bool:
@@ -132,7 +115,7 @@ def _resolve_precision(start: Start, options: Options, config: ModelConfig) -> t
 
 def _open_data(start: Start, dtypes: Precision) -> RunData:
     """What the run trains on, which is tokenized if it is not, with what follows from it."""
-    options, log, source, earlier = start.options, start.log, start.source, start.earlier
+    options, log, source, earlier = start.asked, start.log, start.source, start.earlier
 
     def task(title: str) -> AbstractContextManager[Report]:
         earlier.refuse_to_mix(options)  # now, as tokenizing may take hours
@@ -169,7 +152,7 @@ def _schedule(start: Start, data: Data) -> Schedule:
     begun = earlier.step if "lr" in checkpoints.resets else earlier.state.get("rate_from", 0)
     per_step = data.samples_per_step
     windows = data.train.num_windows if data.is_there else UNKNOWN_STEPS * per_step  # long enough for any run
-    schedule = make_schedule(start.options.schedule, windows, per_step, begun)
+    schedule = make_schedule(start.asked.schedule, windows, per_step, begun)
     if earlier.step > schedule.steps:
         raise UsageError(
             f"{earlier.path} is of step {earlier.step}, and this run ends after {schedule.steps}: raise --steps or "
@@ -191,13 +174,13 @@ def _open_backend(start: Start) -> Backend:
     """The device's backend, with the GEMM algorithms of the checkpoint."""
     where, algorithms = start.device, start.earlier.state.get("algorithms") or None
     kind = "planned" if where.planned else where.kind
-    settings = device.backend_settings(start.options.system, where)
+    settings = device.backend_settings(start.asked.system, where)
     return open_backend(kind, world=start.ranks.world, algorithms=algorithms, **settings)
 
 
 def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:
     """With --fit the fastest settings that fit: as the first rank chose them, with the numbers of the checkpoint."""
-    options, earlier = start.options, start.earlier
+    options, earlier = start.asked, start.earlier
     if not memory.is_to_fit(options.memory):
         return Fit(options)
     saved = earlier.state.get("options", {})
@@ -246,14 +229,10 @@ def _ready(
     exports = open_exports(options, source, trains, plan, start.values, replaces=start.earlier.replaces_model)
     for notice in adapters.base_notes(options.adapters, source, plan.held_base, start.seed):
         log.notice(notice)
+    values = adapters.first_values(options.adapters, plan.spec.adapters, source.config, start.values)
     return Ready(
-        log=log,
-        ranks=start.ranks,
-        device=start.device,
+        **{**vars(start), "values": values},
         backend=backend,
-        source=source,
-        values=adapters.first_values(options.adapters, plan.spec.adapters, source.config, start.values),
-        earlier=start.earlier,
         data=trains.data,
         schedule=trains.schedule,
         samples=samples,

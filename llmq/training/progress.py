@@ -118,14 +118,12 @@ class Progress:
 
     def reset(self, resets: Collection[str]) -> Progress:
         """With what --reset names begun at this step."""
-        fresh: dict[str, Any] = {}
-        if "optimizer" in resets:
-            fresh |= {"moments_from": self.step}
-        if "lr" in resets:
-            fresh |= {"rate_from": self.step}
-        if "data" in resets:
-            fresh |= {"position": 0, "stream": None}
-        return replace(self, **fresh)
+        fresh: dict[str, dict[str, Any]] = {
+            "optimizer": {"moments_from": self.step},
+            "lr": {"rate_from": self.step},
+            "data": {"position": 0, "stream": None},
+        }
+        return replace(self, **{field: value for reset in resets for field, value in fresh[reset].items()})
 
     def after(self, batch: Batch, done: StepResult) -> Progress:
         """After the update that ends with a batch."""

@@ -178,16 +178,26 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A run, checked and planned."""
+class Start:
+    """What a run starts from, before its data is opened: who runs where, what an earlier run left, and the model with
+    its first `values`."""
 
+    asked: Options
     log: RunLog
     ranks: Ranks
     device: Device
-    backend: Backend
+    earlier: EarlierRun
     source: ModelSource
     values: Values  # of rows before the first step
-    earlier: EarlierRun
+    seed: int
+    is_dry: bool
+
+
+@dataclass(frozen=True)
+class Ready(Start):
+    """A run, checked and planned."""
+
+    backend: Backend
     data: Data
     schedule: Schedule
     samples: SamplePrompts | None
@@ -199,11 +209,6 @@ class Ready:
     fitted: Mapping[str, Any]  # options that --fit chose
     exports: tuple[Export, ...]  # the model, or the adapter, and that merged; of several adapters each
     continue_command: str
-
-    @property
-    def is_dry(self) -> bool:
-        """Whether the run is only planned."""
-        return bool(self.options["dry_run"])
 
     @cached_property
     def base(self) -> str | None:

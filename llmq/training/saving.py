@@ -54,11 +54,6 @@ class RunCheckpoints:
         is_best = now.evaluated == now.step and self._checkpoints.improves(now.eval_loss)
         return self._checkpoints.due(now.step, last=last) or is_best
 
-    @property
-    def comes_before_evaluation(self) -> bool:
-        """Whether the last step is saved before its evaluation, which may take long and decides nothing here."""
-        return not self._checkpoints.saves_best
-
     def save(self, run: RunView, *, beside: bool = False) -> None:
         """Begins a checkpoint of this step, unless it is there or under way.
 
