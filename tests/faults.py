@@ -19,7 +19,6 @@ KEPT = "tests/training/test_training_kept.py"
 LOADER = "tests/data/batches/test_loader.py"
 OPTIMIZER = "tests/ops/test_optimizer.py"
 ATTENTION = "tests/ops/test_attention.py"
-PROGRAM = "tests/plan/test_program.py"
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ FAULTS = {
         lambda real, output, value: real(replace(output, accumulate=False), value),
     ),
     "every_micro_step_is_planned_as_the_first": Fault(
-        "llmq.plan.plan:accumulate", (PROGRAM, ENGINE), lambda real, calls, *, first: real(calls, first=True)
+        "llmq.plan.plan:accumulate", (ENGINE,), lambda real, calls, *, first: real(calls, first=True)
     ),
     "replay_reads_what_was_dropped": Fault(
         "llmq.plan.passes.fates:apply", ("tests/plan/passes/test_fates.py",), _not_again

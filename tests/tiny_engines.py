@@ -87,17 +87,9 @@ def spec_of(
     return Spec(config or tiny(), precision, memory or Memory(), hyper or Hyperparameters(), **shape)
 
 
-def plan_of(
-    precision: Precision = FP32,
-    memory: Memory | None = None,
-    config: ModelConfig | None = None,
-    hyper: Hyperparameters | None = None,
-    *,
-    scratch_bytes: Callable[[Call], int] | None = None,
-    **more: object,
-) -> Plan:
-    """A plan for B x T tokens of a tiny model; `more` are further fields of its spec."""
-    return make_plan(spec_of(precision, memory, config, hyper, **more), scratch_bytes)
+def plan_of(*about: Any, scratch_bytes: Callable[[Call], int] | None = None, **more: Any) -> Plan:
+    """The plan of such a spec."""
+    return make_plan(spec_of(*about, **more), scratch_bytes)
 
 
 def parameters(plan: Plan, seed: int = 0) -> list[tuple[Row, np.ndarray]]:

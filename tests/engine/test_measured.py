@@ -50,35 +50,23 @@ MOMENTS, ZERO_COPY = {"offload_opt_m": True, "offload_opt_v": True}, {"use_zero_
 
 @dataclass(frozen=True)
 class Measured:
-    """A speed in tokens/s of a page, in steps of so many `tokens`, and the options of llmq-train."""
+    """A speed in tokens/s of a page, in steps of so many `tokens`, and the options of llmq-train. The name has model,
+    sizes and number of GPUs."""
 
     name: str
     speed: int
-    batch_size: int
     tokens: int
     options: dict = field(default_factory=dict)
-    seq_len: int = 1024
-    gpus: int = 1
     page: str = "results.md"
 
     @property
     def model(self):
         return "llama3_8b" if self.name.startswith("Llama") else self.name.partition(" ")[0]
 
-
-def on_two(model, dtype, speeds, batch_size, tokens, options):
-    """The levels of sharing of two H200."""
-    return [
-        Measured(
-            f"{model} {dtype}, {batch_size}x1024, {tokens:,} a step, 2 GPUs, level {level}",
-            speed,
-            batch_size,
-            tokens,
-            {**options, "zero_level": level},
-            gpus=2,
-        )
-        for level, speed in speeds.items()
-    ]
+    @property
+    def sizes(self):
+        """Rows and tokens of a micro-batch, and GPUs."""
+        return (*map(int, re.search(r"(\d+)x(\d+)", self.name).groups()), 2 if "2 GPUs" in self.name else 1)
 
 
 def tiles(number):
@@ -87,65 +75,68 @@ def tiles(number):
 
 
 ROWS = [
-    Measured("Qwen2.5-0.5B bf16, 32x1024", 169_381, 32, WHOLE, NARROW),
-    Measured("Qwen2.5-0.5B e4m3, 32x1024", 220_073, 32, WHOLE, E4M3),
-    Measured("Qwen2.5-0.5B e4m3, head too, 32x1024", 246_682, 32, WHOLE, HEAD),
-    Measured("Qwen2.5-0.5B bf16, 1x1024, one a step", 81_447, 1, 1024, NARROW),
+    Measured("Qwen2.5-0.5B bf16, 32x1024", 169_381, WHOLE, NARROW),
+    Measured("Qwen2.5-0.5B e4m3, 32x1024", 220_073, WHOLE, E4M3),
+    Measured("Qwen2.5-0.5B e4m3, head too, 32x1024", 246_682, WHOLE, HEAD),
+    Measured("Qwen2.5-0.5B bf16, 1x1024, one a step", 81_447, 1024, NARROW),
     *(
         Measured(
-            f"Qwen2.5-0.5B e4m3 {scaling}, 32x1024",
-            speed,
-            32,
-            WHOLE,
-            {**E4M3, "fp8_scaling": scaling},
-            page="precision.md",
+            f"Qwen2.5-0.5B e4m3 {scaling}, 32x1024", speed, WHOLE, {**E4M3, "fp8_scaling": scaling}, page="precision.md"
         )
         for scaling, speed in {"current": 191_475, "rowwise": 185_504, "blockwise": 175_003}.items()
     ),
-    Measured("Qwen2.5-1.5B bf16, 32x1024", 61_955, 32, WHOLE, NARROW),
-    Measured("Qwen2.5-1.5B e4m3, 32x1024", 91_241, 32, WHOLE, E4M3),
-    Measured("Qwen2.5-1.5B e4m3, head too, 32x1024", 99_585, 32, WHOLE, HEAD),
-    Measured("Qwen2.5-7B bf16, 16x1024", 14_732, 16, WHOLE, NARROW),
-    Measured("Qwen2.5-7B e4m3, 16x1024", 24_155, 16, WHOLE // 2, E4M3),
-    Measured("Qwen2.5-7B e4m3, 16x1024, 131,072 a step", 24_491, 16, 131_072, E4M3),
-    Measured("Qwen2.5-7B e4m3, 16x1024, 32,768 a step", 23_733, 16, 32_768, E4M3),
-    Measured("Qwen2.5-7B e4m3, head too, 16x1024", 25_373, 16, WHOLE // 2, HEAD),
-    Measured(
-        "Llama-3-8B e4m3, 2x8192", 16_759, 2, 131_072, {**E4M3, "recompute_swiglu": True, "attn_bwd_chunks": 2}, 8192
-    ),
-    Measured("Qwen2.5-7B bf16, frozen, 16x1024", 21_766, 16, 65_536, {**LORA, **FROZEN}),
-    Measured("Qwen2.5-7B e4m3, frozen, 16x1024", 36_149, 16, 65_536, {**LORA_E4M3, **FROZEN}),
-    Measured("Qwen2.5-7B bf16, LoRA 16, 16x1024", 20_470, 16, 65_536, LORA),
-    Measured("Qwen2.5-7B bf16, LoRA 64, 16x1024", 19_930, 16, 65_536, {**LORA, "lora_rank": 64}),
-    Measured("Qwen2.5-7B e4m3, LoRA 16, 16x1024", 32_026, 16, 65_536, LORA_E4M3),
-    Measured("Qwen2.5-7B e4m3, LoRA 64, 16x1024", 30_527, 16, 65_536, {**LORA_E4M3, "lora_rank": 64}),
-    Measured("Qwen2.5-7B bf16, DoRA 16, 16x1024 *", 18_092, 16, 65_536, {**LORA, "dora": True}),
-    Measured("Qwen2.5-7B e4m3, LoRA 16 on nf4, 16x1024", 30_512, 16, 65_536, NF4),
+    Measured("Qwen2.5-1.5B bf16, 32x1024", 61_955, WHOLE, NARROW),
+    Measured("Qwen2.5-1.5B e4m3, 32x1024", 91_241, WHOLE, E4M3),
+    Measured("Qwen2.5-1.5B e4m3, head too, 32x1024", 99_585, WHOLE, HEAD),
+    Measured("Qwen2.5-7B bf16, 16x1024", 14_732, WHOLE, NARROW),
+    Measured("Qwen2.5-7B e4m3, 16x1024", 24_155, WHOLE // 2, E4M3),
+    Measured("Qwen2.5-7B e4m3, 16x1024, 131,072 a step", 24_491, 131_072, E4M3),
+    Measured("Qwen2.5-7B e4m3, 16x1024, 32,768 a step", 23_733, 32_768, E4M3),
+    Measured("Qwen2.5-7B e4m3, head too, 16x1024", 25_373, WHOLE // 2, HEAD),
+    Measured("Llama-3-8B e4m3, 2x8192", 16_759, 131_072, {**E4M3, "recompute_swiglu": True, "attn_bwd_chunks": 2}),
+    Measured("Qwen2.5-7B bf16, frozen, 16x1024", 21_766, 65_536, {**LORA, **FROZEN}),
+    Measured("Qwen2.5-7B e4m3, frozen, 16x1024", 36_149, 65_536, {**LORA_E4M3, **FROZEN}),
+    Measured("Qwen2.5-7B bf16, LoRA 16, 16x1024", 20_470, 65_536, LORA),
+    Measured("Qwen2.5-7B bf16, LoRA 64, 16x1024", 19_930, 65_536, {**LORA, "lora_rank": 64}),
+    Measured("Qwen2.5-7B e4m3, LoRA 16, 16x1024", 32_026, 65_536, LORA_E4M3),
+    Measured("Qwen2.5-7B e4m3, LoRA 64, 16x1024", 30_527, 65_536, {**LORA_E4M3, "lora_rank": 64}),
+    Measured("Qwen2.5-7B bf16, DoRA 16, 16x1024 *", 18_092, 65_536, {**LORA, "dora": True}),
+    Measured("Qwen2.5-7B e4m3, LoRA 16 on nf4, 16x1024", 30_512, 65_536, NF4),
     Measured(
         "Qwen2.5-7B e4m3, LoRA 16 on nf4, 8x1024, `--recompute-block` *",
         21_095,
-        8,
         65_536,
         {**NF4, "recompute_block": True, "lmhead_chunks": 8},
     ),
-    Measured("Qwen2.5-7B bf16, LoRA 16, 2x4096", 17_898, 2, 65_536, LORA, 4096),
-    Measured("Qwen2.5-7B e4m3, LoRA 16, 2x4096", 26_356, 2, 65_536, LORA_E4M3, 4096),
-    Measured("Qwen2.5-32B e4m3, LoRA 16 on nf4, 4x1024", 6_996, 4, 16_384, NF4),
-    Measured("Qwen2.5-7B e4m3, 32x1024, in 16 GiB", 18_248, 32, WHOLE, {**E4M3, **IN_16_GIB}),
-    Measured("Llama-3-8B bf16, 1x131072", 2_550, 1, 131_072, {**NARROW, **LONG}, 131_072),
-    *on_two("Qwen2.5-0.5B", "bf16", {1: 335_157, 3: 319_756}, 32, WHOLE, NARROW),
-    *on_two("Qwen2.5-0.5B", "e4m3", {1: 434_295, 3: 414_995}, 32, WHOLE, E4M3),
-    *on_two("Qwen2.5-1.5B", "bf16", {1: 122_997, 3: 120_053}, 32, WHOLE, NARROW),
-    *on_two("Qwen2.5-1.5B", "e4m3", {1: 179_583, 3: 175_099}, 32, WHOLE, E4M3),
-    *on_two("Qwen2.5-7B", "e4m3", {1: 46_568}, 16, 131_072, E4M3),
-    *on_two("Qwen2.5-7B", "e4m3", {1: 44_091}, 16, 32_768, E4M3),
-    Measured("Qwen2.5-14B bf16, 16x1024, in 24 GiB", 5_169, 16, 131_072, {**NARROW, **IN_24_GIB}),
-    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x147456", 2_447, 1, 147_456, {**QLORA, **tiles(18)}, 147_456),
-    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x344064", 1_184, 1, 344_064, {**QLORA, **tiles(42)}, 344_064),
-    Measured("Qwen2.5-7B e4m3, 16x1024, moments on the host", 23_551, 16, WHOLE, {**E4M3, **MOMENTS}),
-    Measured("Qwen2.5-7B e4m3, the same with `--use-zero-copy`", 23_641, 16, WHOLE, {**E4M3, **MOMENTS, **ZERO_COPY}),
-    Measured("Qwen2.5-7B bf16, 16x1024, `--recompute-block`", 11_908, 16, 65_536, BLOCK),
-    Measured("Qwen2.5-0.5B bf16, 32x1024, `--recompute-block`", 139_593, 32, 131_072, BLOCK),
+    Measured("Qwen2.5-7B bf16, LoRA 16, 2x4096", 17_898, 65_536, LORA),
+    Measured("Qwen2.5-7B e4m3, LoRA 16, 2x4096", 26_356, 65_536, LORA_E4M3),
+    Measured("Qwen2.5-32B e4m3, LoRA 16 on nf4, 4x1024", 6_996, 16_384, NF4),
+    Measured("Qwen2.5-7B e4m3, 32x1024, in 16 GiB", 18_248, WHOLE, {**E4M3, **IN_16_GIB}),
+    Measured("Llama-3-8B bf16, 1x131072", 2_550, 131_072, {**NARROW, **LONG}),
+    *(
+        Measured(f"{name}, {tokens:,} a step, 2 GPUs, level {level}", speed, tokens, {**options, "zero_level": level})
+        for name, tokens, options, speeds in (
+            ("Qwen2.5-0.5B bf16, 32x1024", WHOLE, NARROW, {1: 335_157, 3: 319_756}),
+            ("Qwen2.5-0.5B e4m3, 32x1024", WHOLE, E4M3, {1: 434_295, 3: 414_995}),
+            ("Qwen2.5-1.5B bf16, 32x1024", WHOLE, NARROW, {1: 122_997, 3: 120_053}),
+            ("Qwen2.5-1.5B e4m3, 32x1024", WHOLE, E4M3, {1: 179_583, 3: 175_099}),
+            ("Qwen2.5-7B e4m3, 16x1024", 131_072, E4M3, {1: 46_568}),
+            ("Qwen2.5-7B e4m3, 16x1024", 32_768, E4M3, {1: 44_091}),
+        )
+        for level, speed in speeds.items()
+    ),
+    Measured("Qwen2.5-14B bf16, 16x1024, in 24 GiB", 5_169, 131_072, {**NARROW, **IN_24_GIB}),
+    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x147456", 2_447, 147_456, {**QLORA, **tiles(18)}),
+    Measured("Llama-3.1-8B bf16, QLoRA 32, 1x344064", 1_184, 344_064, {**QLORA, **tiles(42)}),
+    Measured("Qwen2.5-7B e4m3, 16x1024, moments on the host", 23_551, WHOLE, {**E4M3, **MOMENTS}),
+    Measured(
+        "Qwen2.5-7B e4m3, 16x1024, moments on the host, `--use-zero-copy`",
+        23_641,
+        WHOLE,
+        {**E4M3, **MOMENTS, **ZERO_COPY},
+    ),
+    Measured("Qwen2.5-7B bf16, 16x1024, `--recompute-block`", 11_908, 65_536, BLOCK),
+    Measured("Qwen2.5-0.5B bf16, 32x1024, `--recompute-block`", 139_593, 131_072, BLOCK),
 ]
 USUAL = (6, 26)  # in every run of the tests; all with --sweeps
 SLOW = (0, 3, 11, 15, 24, 25, 28)  # the last of all layers on the host
@@ -153,13 +144,14 @@ SLOW = (0, 3, 11, 15, 24, 25, 28)  # the last of all layers on the host
 
 def predicted(row):
     """Tokens/s by the model."""
-    micro_steps, rest = divmod(row.tokens, row.batch_size * row.seq_len * row.gpus)
+    batch_size, seq_len, gpus = row.sizes
+    micro_steps, rest = divmod(row.tokens, batch_size * seq_len * gpus)
     assert not rest
-    sizes = {"batch_size": row.batch_size, "seq_len": row.seq_len, "grad_accumulation": micro_steps}
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "grad_accumulation": micro_steps}
     about = {"model": row.model, "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "H200"}
     options = Options.parse({**about, **sizes, **row.options})
     where = device.pick_device(options.system)
-    facts = Facts(find_source(row.model, from_scratch=True).config, where, size=row.gpus)
+    facts = Facts(find_source(row.model, from_scratch=True).config, where, size=gpus)
     spec = facts.spec(options, precision.resolve(options.precision, facts.config))
     scratch = open_backend("planned", **device.backend_settings(options.system, where)).scratch_bytes
     plan = make_plan(replace(spec, observe=False), scratch)

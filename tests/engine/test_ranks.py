@@ -1,7 +1,6 @@
 """Many ranks: the bits of a run do not depend on what each of them holds, and its numbers not on how many there are."""
 
 from dataclasses import replace
-from itertools import groupby
 
 import numpy as np
 import pytest
@@ -168,20 +167,6 @@ def test_shares_are_whole_tiles_and_about_as_large(size):
         assert all(stop % 128 == 0 or stop == bounds[-1] for stop in bounds)
 
 
-def test_a_rank_holds_less_at_every_level():
-    def held(level, size=4):
-        plan = plan_of(BF16, None, CONFIG, sharding=Sharding(0, size, **LEVELS[level]))
-        return {
-            space: sum(1 for ref in plan.persistent.values() if ref.space == space) and plan.table() for space in "m"
-        }
-
-    tables = [held(level)["m"] for level in LEVELS]
-    assert [t["Adam M"] > tables[1]["Adam M"] * 3 for t in tables] == [True, False, False, False]
-    assert tables[2]["Gradients"] * 3 < tables[1]["Gradients"]
-    assert tables[3]["Weights"] * 3 < tables[2]["Weights"]
-
-
-@pytest.mark.quick("*-[03]")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("precision", "memory"),
@@ -202,17 +187,6 @@ def test_all_ranks_make_the_same_calls(level, precision, memory):
         }
 
     assert calls(0) == calls(4)
-
-
-def test_the_collectives_of_a_layer_stand_together():
-    """So that they are one for NCCL: between those of a layer nothing else is on their lane."""
-    plan = plan_of(PRECISIONS["fp8-e4m3-delayed"], None, CONFIG, sharding=Sharding(0, 2, **LEVELS[3]))
-    calls = [call.op for call in plan.programs["only"].calls]
-    runs = [len(list(run)) for op, run in groupby(calls) if op == "all_gather"]
-    reduced = [len(list(run)) for op, run in groupby(calls) if op == "reduce_scatter"]
-    layers = plan.spec.config.num_layers
-    assert len(runs) == 2 * layers  # both ways; the embedding with the first layer, the head with the last
-    assert len(reduced) == layers + 2
 
 
 @pytest.mark.sample

@@ -1,21 +1,15 @@
 """Weights that are updated in backward: no gradient is kept, and what needs one is refused."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8, batch, fused_result_of, parameters, plan_of, tiny
+from tiny_engines import BF16, batch, fused_result_of, parameters, plan_of, tiny
 
 from llmq.backends.host import HostBackend
 from llmq.engine.engine import Engine
-from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
-from llmq.optimizers import adamw
-from llmq.options.maths import MemoryOptions
-from llmq.plan import memory as memories
 from llmq.plan.memory import Memory
-from llmq.stores.sharding import Sharding
 
 HYPER = Hyperparameters(grad_clip=0.5, clips_by_last=True)
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
@@ -65,32 +59,3 @@ def test_a_row_whose_gradient_is_not_finite_is_left_alone(memory):
     changed = {name for name, array in engine.state() if array.tobytes() != before[name]}
     rows = {name for row in plan.moments if row != broken for name in (f"master:{row}", f"m:{row}", f"v:{row}")}
     assert changed - {"cell:norm"} == rows
-
-
-@pytest.mark.parametrize(
-    ("precision", "hyper", "memory", "more", "says"),
-    [
-        (
-            BF16,
-            Hyperparameters(),
-            Memory(),
-            {},
-            "--grad-clip 1 looks at is not known then: use --clip-by last, or --grad-clip 0",
-        ),
-        (FP8["e4m3", "delayed"], HYPER, Memory(), {}, "use --fp8-scaling current"),
-        (BF16, HYPER, Memory(host=("grad",)), {}, "--offload-gradients to keep: leave that out"),
-        (BF16, HYPER, Memory(), {"sharding": Sharding(0, 2, states=True)}, "for a run of one GPU, and this one has 2"),
-    ],
-    ids=["clip", "delayed", "gradients", "ranks"],
-)
-def test_what_cannot_be_done_in_backward_is_refused(precision, hyper, memory, more, says):
-    with pytest.raises(UsageError, match=f"^--fused-update.*{re.escape(says)}"):
-        plan_of(precision, replace(memory, fused=True), CONFIG, hyper, **more)
-
-
-def test_more_than_one_micro_batch_is_refused():
-    options = MemoryOptions(fused_update=True)
-    sizes = {"batch_size": 2, "seq_len": 8, "logit_bytes": 100}
-    assert memories.resolve(options, adamw.DEFAULT, **sizes).fused
-    with pytest.raises(UsageError, match="needs one micro-batch a step, and a step has 4: use --grad-accumulation 1"):
-        memories.resolve(options, adamw.DEFAULT, **sizes, micro_steps=4)

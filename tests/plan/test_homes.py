@@ -12,15 +12,10 @@ from tiny_engines import BF16, FP8, PRECISIONS, bits, engine_of, plan_of, stream
 
 from llmq.backends.planned import PlannedBackend
 from llmq.engine.predict import BOTH_WAYS, Rates, call_seconds, program_seconds
-from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.presets import preset
 from llmq.ops.seam import record
-from llmq.optimizers import adamw
 from llmq.optimizers.sgd import Sgd
-from llmq.options.maths import MemoryOptions
-from llmq.options.parse import Options
-from llmq.plan import memory as memories
 from llmq.plan.memory import RESIDUAL, Memory
 from llmq.plan.spec import Completions
 from llmq.stores.hosted import MOST_PIECES, size_of_pieces
@@ -128,9 +123,10 @@ def test_nothing_of_a_rank_grows_with_the_number_of_layers(level, precision):
 
 
 @pytest.mark.quick("bf16")
+@pytest.mark.parametrize(("home", "memory"), [("device", Memory()), ("host", DEEP)])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed"])
-def test_the_host_has_less_at_every_level(precision):
-    tables = [of_rank(level, DEEP, PRECISIONS[precision], size=4).table("host") for level in LEVELS]
+def test_a_rank_has_less_at_every_level(precision, home, memory):
+    tables = [of_rank(level, memory, PRECISIONS[precision], size=4).table(home) for level in LEVELS]
     held = {name: [table[name] for table in tables] for name in ("Gradients", "Weights", "Adam M")}
     assert held["Gradients"][0] == held["Gradients"][1] > 3 * held["Gradients"][2] == 3 * held["Gradients"][3]
     assert held["Adam M"][0] > 3 * held["Adam M"][1]
@@ -224,13 +220,18 @@ def test_weights_that_are_gathered_go_to_the_host_once_in_a_step():
     assert {call.lane for call in plan.programs["gather"].calls} == {"main"}
 
 
-@pytest.mark.parametrize("level", [1, 3])
-def test_the_collectives_of_a_layer_stand_together(level):
+@pytest.mark.parametrize(("level", "memory"), [(1, DEEP), (3, DEEP), (3, Memory())])
+def test_the_collectives_of_a_layer_stand_together(level, memory):
     """So that they are one for NCCL: what comes from the host, or goes there, is not between them."""
-    plan = of_rank(level, DEEP, DELAYED)
-    layer = sum(row.layer == 0 for row in plan.rows)
-    runs = [len([*run]) for op, run in groupby(c.op for c in plan.programs["only"].calls) if op == "all_gather"]
-    assert runs == ([1, layer, layer, 1] if level == 1 else [1, layer, layer, 2, layer, layer])
+    plan = of_rank(level, memory, DELAYED)
+    layer, ops = sum(row.layer == 0 for row in plan.rows), [call.op for call in plan.programs["only"].calls]
+    gathered, reduced = (
+        [len([*run]) for op, run in groupby(ops) if op == kind] for kind in ("all_gather", "reduce_scatter")
+    )
+    if memory is DEEP:
+        assert gathered == ([1, layer, layer, 1] if level == 1 else [1, layer, layer, 2, layer, layer])
+    else:  # both ways; the embedding with the first layer, the head with the last
+        assert len(gathered) == 2 * plan.spec.config.num_layers and len(reduced) == plan.spec.config.num_layers + 2
 
 
 # What is updated on the host, and copies that are made for each use
@@ -303,61 +304,3 @@ def test_completions_are_planned_with_copies_made_for_each_use():
     completions = Completions(2, 8, 8, packed=False)
     plan = plan_of(DELAYED, REMADE, CONFIG, completions=completions)
     assert "decode" in plan.programs and not any(ref.form for ref in plan.persistent.values() if ref.space == "weight")
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("own_master", "flags", "expected"),
-    [
-        (True, {}, Memory()),
-        (True, {"offload_opt_v": True}, Memory(host=("v",))),
-        (True, {"offload_master": True, "offload_opt_m": True}, Memory(host=("master", "m"))),
-        (True, {"offload_optimizer": True}, Memory(host=STATES)),
-        (False, {"offload_optimizer": True}, Memory(host=("m", "v"))),
-        (True, {"offload_residual": True}, Memory(offload=(RESIDUAL,))),
-        (False, {"stream_weights": True}, Memory(host=("master", "weight"))),
-        (True, {"offload_gradients": True, "offload_quants": True}, Memory(host=("grad", "quant"))),
-        (
-            True,
-            {"offload_optimizer": True, "use_zero_copy": True, "write_combined": True},
-            replace(IN_PLACE, write_combined=True),
-        ),
-    ],
-)
-def test_options_become_homes(own_master, flags, expected):
-    sizes = {"batch_size": 2, "seq_len": 16, "logit_bytes": 1}
-    assert memories.resolve(MemoryOptions(**flags), adamw.DEFAULT, **sizes, own_master=own_master) == expected
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: memories.resolve(
-                MemoryOptions(offload_master=True), adamw.DEFAULT, batch_size=2, seq_len=16, logit_bytes=1,
-                own_master=False,
-            ),
-            r"--offload-master frees no memory .* use --master-dtype fp32",
-        ),
-        (
-            lambda: plan_of(DELAYED, REMADE, CONFIG, sharding=Sharding(0, 2, states=True)),
-            "--no-persistent-quants: each of 2 GPUs has masters of its share alone",
-        ),
-        (
-            lambda: plan_of(replace(FP8["e4m3", "current"], master="none"), REMADE, CONFIG),
-            "--no-persistent-quants: --master-dtype none makes them for each use already",
-        ),
-        (
-            lambda: Options.parse(
-                {"train_file": "a", "model": "m", "matmul_dtype": "e4m3", "offload_quants": True}
-                | {"persistent_quants": False}
-            ),
-            "--no-persistent-quants leaves no copies for --offload-quants to keep",
-        ),
-    ],
-)  # fmt: skip
-def test_what_has_no_place_is_refused(make, says):
-    with pytest.raises(UsageError, match=says):
-        make()

@@ -105,11 +105,6 @@ def test_chunks_of_an_fp8_head_only_change_the_order_of_sums(scaling):
         assert np.linalg.norm(whole - pieces) <= (4 * 2**-8 if scaling == "delayed" else 0.1) * np.linalg.norm(whole)
 
 
-def test_an_fp8_head_with_scales_by_block_is_refused():
-    with pytest.raises(UsageError, match=r"--head-dtype e4m3 needs .*use --fp8-scaling rowwise, or leave the head"):
-        plan_of(replace(FP8_HEAD, scaling="blockwise"))
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_fp8_head_follows_a_wide_one(tied):
     config = tiny(tie_embeddings=tied)

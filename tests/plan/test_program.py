@@ -59,19 +59,6 @@ def test_statistics_are_collected_in_training_only_and_never_in_a_replay():
     assert collected == set(plan_of(DELAYED).scales)
 
 
-def test_the_first_write_of_a_gradient_overwrites_and_the_others_add():
-    plan = plan_of(BF16, Memory((), head_chunks=4))
-    writes = {"first": {}, "middle": {}}
-    for name, found in writes.items():
-        for call in plan.programs[name].calls:
-            for result in filter(None, call.outputs):
-                if result.ref.space in ("grad", "sum"):
-                    found.setdefault(result.ref.name, []).append(result.accumulate)
-    assert all(flags == [False] + [True] * (len(flags) - 1) for flags in writes["first"].values())
-    assert len(writes["first"]["embed.weight"]) == 5  # four chunks of the tied head, then the embedding
-    assert all(all(flags) for flags in writes["middle"].values())
-
-
 def test_logits_and_their_gradient_share_memory():
     for chunks in (1, 4):
         program = plan_of(BF16, Memory((), head_chunks=chunks)).programs["first"]

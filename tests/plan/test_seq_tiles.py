@@ -9,10 +9,6 @@ from test_methods import METHODS, triplets
 from tiny_engines import BF16, FP8, FP64, batch, engine_of, packed_batch, plan_of, tiny
 
 from llmq.blocks.packed import Packing
-from llmq.errors import UsageError
-from llmq.optimizers import adamw
-from llmq.options.maths import MemoryOptions
-from llmq.plan import memory as memories
 from llmq.plan.memory import Memory
 
 CONFIG = tiny(intermediate_size=176)
@@ -77,20 +73,3 @@ def test_the_mlp_takes_the_memory_of_a_tile():
         for n in (1, 8)
     )
     assert tiled < whole / 4
-
-
-def test_what_tiles_cannot_do_is_refused():
-    tiled = Memory(seq_tiles=2)
-    with pytest.raises(UsageError, match=r"--seq-tiles 2: cuBLASLt takes no 1x128 .*: use --fp8-scaling rowwise"):
-        plan_of(FP8["e4m3", "blockwise"], tiled, CONFIG)
-    with pytest.raises(UsageError, match=r"--seq-tiles 2: --lora-dropout 0\.2 .* use --lora-dropout 0"):
-        plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG, dropout=0.2))
-    assert plan_of(BF16, tiled, CONFIG, adapters=adapters(config=CONFIG))
-
-
-def test_tiles_have_to_divide_the_tokens():
-    sizes = {"batch_size": 2, "seq_len": 12, "logit_bytes": 100}
-    found = memories.resolve(MemoryOptions(seq_tiles=8), adamw.DEFAULT, **sizes)
-    assert (found.seq_tiles, found.head_chunks) == (8, 8)
-    with pytest.raises(UsageError, match=r"^--seq-tiles 5 does not divide the 24 tokens .*: use a divisor"):
-        memories.resolve(MemoryOptions(seq_tiles=5), adamw.DEFAULT, **sizes)

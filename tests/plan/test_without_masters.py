@@ -1,6 +1,5 @@
 """Weights in e4m3 with no wider copy: what they take, what they read as, how they train, move and are saved."""
 
-import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -9,11 +8,8 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, batch, bits, engine_of, plan_of, tiny
 
 from llmq.backends.planned import PlannedBackend
-from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.plan.memory import Memory
 from llmq.stores.fetched_weights import MASTER_FORM
-from llmq.stores.sharding import Sharding
 from llmq.tensor import DTYPES
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)
@@ -95,18 +91,3 @@ def test_scales_are_powers_of_two_that_hold_the_largest():
     rounded = np.repeat(scale, 128, axis=1)[:, :300] * 2.0**-10  # half of a step among subnormal numbers
     found = np.abs(copy.read() - value.astype(ml_dtypes.bfloat16).astype(np.float32))
     assert np.all(found <= np.abs(value) / 16 * (1 + 2**-7) + rounded)
-
-
-def test_whole_weights_of_ranks_are_refused_above_level_0():
-    for sharding in (Sharding(0, 2, states=True), Sharding(0, 2, states=True, gradients=True, weights=True)):
-        with pytest.raises(UsageError, match="--master-dtype none: weights are whole on each of 2 GPUs: use --zero-le"):
-            plan_of(NONE, None, CONFIG, sharding=sharding)
-    assert plan_of(NONE, None, CONFIG, sharding=Sharding(0, 2)).saved()
-
-
-@pytest.mark.parametrize(("space", "flag"), [("weight", "--stream-weights"), ("master", "--offload-master")])
-def test_what_does_not_move_weights_of_one_byte_is_refused(space, flag):
-    with pytest.raises(
-        UsageError, match=re.escape(f"--master-dtype none: weights take one byte each on the GPU, and {flag}")
-    ):
-        plan_of(NONE, Memory(host=(space,)), CONFIG)
