@@ -185,40 +185,36 @@ def written(name: str, value: Any, between: str = " ") -> str:
     return f"{flag(name)}{between}{short}"
 
 
-def describe(section: str, cls: type[Section]) -> list[Description]:
+def describe(section: str, cls: type[Section]) -> Iterator[Description]:
     """The options of a section, in order."""
-    return [_describe(section, cls, field) for field in cls.model_fields]
-
-
-def _describe(section: str, cls: type[Section], field: str) -> Description:
-    info = cls.model_fields[field]
-    extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-    annotation: Any = info.annotation
-    while get_origin(annotation) not in (None, Literal, tuple):  # X of `X | None` and of Annotated[X, ...]
-        annotation = get_args(annotation)[0]
-    choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-    default = None if info.is_required() or info.default_factory else info.default
-    shown = default if default is not None else ""
-    if isinstance(shown, bool):
-        shown = "on" if shown else ""
-    elif isinstance(shown, float):
-        shown = f"{shown:g}"
-    kinds = {bool: "flag", tuple: "repeatable"}
-    typed = cls.__annotations__[field]  # X, or X | None, which has X among its arguments
-    is_path = any(kind in (Path, Paths) for kind in (typed, *get_args(typed)))
-    word = "PATH" if is_path else {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
-    return Description(
-        key=field.rstrip("_"),
-        field=field,
-        section=section,
-        help=info.description or "",
-        aliases=tuple(extra.get("aliases", ())),
-        kind=extra.get("kind") or kinds.get(get_origin(annotation) or annotation, "value"),
-        metavar=extra.get("metavar") or "|".join(choices) or word,
-        choices=choices,
-        default=default,
-        shown="needed" if info.is_required() else extra.get("shown", str(shown)),
-    )
+    for field, info in cls.model_fields.items():
+        extra: dict[str, Any] = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        annotation: Any = info.annotation
+        while get_origin(annotation) not in (None, Literal, tuple):  # X of `X | None` and of Annotated[X, ...]
+            annotation = get_args(annotation)[0]
+        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        default = None if info.is_required() or info.default_factory else info.default
+        shown = default if default is not None else ""
+        if isinstance(shown, bool):
+            shown = "on" if shown else ""
+        elif isinstance(shown, float):
+            shown = f"{shown:g}"
+        kinds = {bool: "flag", tuple: "repeatable"}
+        typed = cls.__annotations__[field]  # X, or X | None, which has X among its arguments
+        is_path = any(kind in (Path, Paths) for kind in (typed, *get_args(typed)))
+        word = "PATH" if is_path else {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
+        yield Description(
+            key=field.rstrip("_"),
+            field=field,
+            section=section,
+            help=info.description or "",
+            aliases=tuple(extra.get("aliases", ())),
+            kind=extra.get("kind") or kinds.get(get_origin(annotation) or annotation, "value"),
+            metavar=extra.get("metavar") or "|".join(choices) or word,
+            choices=choices,
+            default=default,
+            shown="needed" if info.is_required() else extra.get("shown", str(shown)),
+        )
 
 
 def plain(name: object) -> str:

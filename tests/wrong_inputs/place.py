@@ -70,6 +70,7 @@ TEXTS = {
     "prompts.jsonl": '{"question": "x"}\n',
     "prompts-torn.jsonl": '{"prompt": \n',
     "prompts-deep.jsonl": DEEP + "\n",
+    "deep.jsonl": DEEP + "\n",
     "prompts-ids.jsonl": '{"tokens": [1, 100000]}\n',
     "prompts-minus.jsonl": '{"tokens": [-1]}\n',
     "prompts-huge.jsonl": '{"tokens": [1e999]}\n',

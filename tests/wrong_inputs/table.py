@@ -360,6 +360,7 @@ log.txt | the log log.txt is corrupt
 schema.jsonl | the log schema.jsonl has schema 99, this llmq
 steps.jsonl | the log steps.jsonl has no steps yet
 nan.jsonl | the log nan.jsonl is corrupt
+deep.jsonl | the log deep.jsonl is corrupt
 run.jsonl absent | there is no run folder or log at absent
 """,
     ("llmq-plot", 7): r"""
