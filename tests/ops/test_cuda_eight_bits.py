@@ -64,39 +64,41 @@ def check(shape, m, v, *, master="fp32", weight=(None,), dtype="bf16", apply=1.0
     assert (inputs["m"].array.tobytes() == before) == (apply == 0)
 
 
-@pytest.mark.gpu(emulated=True)
-@pytest.mark.parametrize("shape", [(1, 896), (37, 128), (300, 24), (300, 44), (129, 200), (2, 1152)], ids=str)
-@pytest.mark.parametrize(("m", "v"), [("e4m3", "e4m3"), ("int8", "int8")])
-def test_moments_in_8_bits_equal_the_reference(shape, m, v):
-    """Blocks that fill rows of lanes, and the last ones of rows that they do not divide."""
-    check(shape, m, v)
+CASES = [
+    # blocks that fill rows of lanes, and the last ones of rows that they do not divide
+    *(
+        (shape, kind, kind, {})
+        for shape in ((1, 896), (37, 128), (300, 24), (300, 44), (129, 200), (2, 1152))
+        for kind in ("e4m3", "int8")
+    ),
+    *(
+        ((130, 256), m, v, {"master": master})
+        for m, v in (("e4m3", "fp32"), ("bf16", "int8"), ("int8", "e4m3"), ("fp32", "e4m3"))
+        for master in ("bf16", "fp32")
+    ),
+    # copies of the weight beside them
+    *(
+        (shape, "int8", "e4m3", {"master": master, "weight": COPIES})
+        for shape in ((300, 128), (137, 304))
+        for master in ("bf16", "fp32")
+    ),
+    # blocks without gradients, and steps that are not applied
+    *(
+        ((3, 256), m, v, change)
+        for m, v in (("e4m3", "int8"), ("int8", "e4m3"))
+        for change in ({"zeros": 1.0}, {"zeros": 0.9}, {"apply": 0.0})
+    ),
+    # weights without masters
+    *(
+        (shape, m, v, {"master": "none", "weight": (), "dtype": dtype})
+        for shape in ((130, 256), (300, 44), (3, 896))
+        for m, v in (("int8", "e4m3"), ("bf16", "bf16"), ("fp32", "fp32"))
+        for dtype in ("bf16", "fp32")
+    ),
+]
 
 
 @pytest.mark.gpu(emulated=True)
-@pytest.mark.parametrize(("m", "v"), [("e4m3", "fp32"), ("bf16", "int8"), ("int8", "e4m3"), ("fp32", "e4m3")])
-@pytest.mark.parametrize("master", ["bf16", "fp32"])
-def test_mixed_dtypes_equal_the_reference(m, v, master):
-    check((130, 256), m, v, master=master)
-
-
-@pytest.mark.gpu(emulated=True)
-@pytest.mark.parametrize("shape", [(300, 128), (137, 304)], ids=str)
-@pytest.mark.parametrize("master", ["bf16", "fp32"])
-def test_copies_of_the_weight_are_written_beside_moments_in_8_bits(shape, master):
-    check(shape, "int8", "e4m3", master=master, weight=COPIES)
-
-
-@pytest.mark.gpu(emulated=True)
-@pytest.mark.parametrize(("m", "v"), [("e4m3", "int8"), ("int8", "e4m3")])
-def test_blocks_without_gradients_and_steps_that_are_not_applied(m, v):
-    check((3, 256), m, v, zeros=1.0)
-    check((3, 256), m, v, zeros=0.9)
-    check((3, 256), m, v, apply=0.0)
-
-
-@pytest.mark.gpu(emulated=True)
-@pytest.mark.parametrize("shape", [(130, 256), (300, 44), (3, 896)], ids=str)
-@pytest.mark.parametrize(("m", "v"), [("int8", "e4m3"), ("bf16", "bf16"), ("fp32", "fp32")])
-def test_weights_without_masters_equal_the_reference(shape, m, v):
-    check(shape, m, v, master="none", weight=())
-    check(shape, m, v, master="none", weight=(), dtype="fp32")
+@pytest.mark.parametrize(("shape", "m", "v", "changes"), CASES, ids=str)
+def test_adamw_with_states_in_8_bits_equals_the_reference(shape, m, v, changes):
+    check(shape, m, v, **changes)

@@ -1,13 +1,12 @@
 """Global norm and clip; AdamW against scalar arithmetic and torch, stochastic rounding, steps not applied."""
 
 import math
-import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from llmq.operands import SLICE, Output, Tensor
+from llmq.operands import SLICE, Tensor
 from llmq.ops.reference.random import MASTER, M, V, random_bits, stochastic_round_bf16
 from llmq.tensor import Form, num_norm_tiles
 
@@ -15,6 +14,7 @@ from .build import output, run
 from .cases import LARGE, ODD, make
 
 NUMBERS = {"beta_1": 0.9, "beta_2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 5, "stream": 2}
+CLIPS = {0.0: 1.0, 1.0: 1.0, 0.5: 1.0, 0.25: 0.5, 0.125: 0.25}  # of a norm of 0.5, and what it is multiplied with
 BIG = (3, SLICE // 4, 7)  # several slices, the last one short
 
 
@@ -66,20 +66,17 @@ def scaled(partials, loss=1.0, tokens=4.0, grad_clip=1.0, dtype="fp64"):
     return [float(a[0]) for a in run("grad_scale", [(1,)] * 3, *arrays, dtype=dtype, grad_clip=grad_clip)]
 
 
-def test_the_norm_is_of_the_mean_loss_and_not_squared():
-    assert scaled([9.0, 16.0], tokens=10.0, grad_clip=0.0) == [0.5, 0.1, 1.0]
-
-
-@pytest.mark.parametrize(("grad_clip", "factor"), [(0.0, 1.0), (1.0, 1.0), (0.5, 1.0), (0.25, 0.5), (0.125, 0.25)])
-def test_a_norm_above_the_clip_is_scaled_down_to_it(grad_clip, factor):
-    norm, scale, apply = scaled([9.0, 16.0], tokens=10.0, grad_clip=grad_clip)
-    assert scale == pytest.approx(factor / 10, rel=1e-15)
-    assert (norm, apply) == (0.5, 1.0)
-
-
-def test_no_trained_token_and_no_gradient_are_no_errors():
-    assert scaled([0.0], loss=0.0, tokens=0.0) == [0.0, 0.0, 1.0]
-    assert scaled([0.0, 0.0], tokens=2.0) == [0.0, 0.5, 1.0]
+@pytest.mark.parametrize(
+    ("squares", "tokens", "grad_clip", "expected"),
+    [
+        *(([9.0, 16.0], 10.0, clip, [0.5, factor / 10, 1.0]) for clip, factor in CLIPS.items()),
+        ([0.0, 0.0], 2.0, 1.0, [0.0, 0.5, 1.0]),
+        ([0.0], 0.0, 1.0, [0.0, 0.0, 1.0]),
+    ],
+)
+def test_the_norm_of_the_mean_loss_is_clipped(squares, tokens, grad_clip, expected):
+    """It is not squared; no trained token and no gradient are no errors."""
+    assert scaled(squares, loss=tokens, tokens=tokens, grad_clip=grad_clip) == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -138,30 +135,6 @@ def test_a_step_that_is_not_applied_touches_nothing(dtype):
         assert written[name].tensors[0].array.tobytes() == case.output(name, dtype).tensors[0].array.tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtypes", [("fp64",) * 4, ("fp32",) * 4, ("fp32", "bf16", "bf16", "bf16"), ("bf16",) * 4], ids=str
-)
-def test_update_in_place_over_many_slices_has_the_same_bits(dtypes):
-    rng = np.random.default_rng(0)
-    grad = rng.standard_normal(BIG)
-    values = [rng.standard_normal(BIG), rng.standard_normal(BIG), rng.uniform(0, 1, BIG)]
-    names = {"fp64": np.float64, "fp32": np.float32, "bf16": ml_dtypes.bfloat16}
-    arrays = [a.astype(names[d]) for a, d in zip(values, dtypes[:3], strict=True)]
-    cells = [np.ones(1), np.ones(1), np.full(1, 1e-3), np.array([4], np.int32)]
-
-    def update(targets):
-        outputs = [Output("o", BIG, d, (Tensor("o", a, BIG),)) for a, d in zip(targets, dtypes, strict=True)]
-        states = [Tensor("i", a, BIG) for a in arrays]
-        run("adamw", outputs, *states, grad, *cells, dtype="fp32" if dtypes[0] != "fp64" else "fp64", **NUMBERS)
-
-    apart = [np.empty(BIG, names[d]) for d in dtypes]
-    update(apart)
-    weight = np.empty(BIG, names[dtypes[3]])
-    update([*arrays, weight])
-    for got, expected in zip([*arrays, weight], apart, strict=True):
-        assert got.tobytes() == expected.tobytes()
-
-
 def test_bf16_states_are_rounded_with_the_bits_of_their_address():
     """The f32 result, rounded stochastically; each of m, v, master with its own purpose; the weight is the master."""
     rng = np.random.default_rng(0)
@@ -196,21 +169,6 @@ def test_the_compute_copy_is_the_stored_master_rounded_to_nearest():
     weight = output(case.outputs["weight"], "bf16", forms, scale=0.05)
     master = case.values("fp32", weight=weight)["new_master"]
     np.testing.assert_array_equal(weight.tensors[0].array, master.astype(ml_dtypes.bfloat16))
-
-
-def test_temporaries_of_a_large_row_are_bounded():
-    """4 million elements in bf16 (8 MB a state) update in slices of 64 Ki: far less than one f32 copy."""
-    shape = (4096, 1024)
-    arrays = [np.ones(shape, ml_dtypes.bfloat16) for _ in range(4)]
-    tensors = [Tensor("t", a, shape) for a in arrays]
-    outputs = [Output("o", shape, "bf16", (t,)) for t in tensors[:3]] + [output(shape, "bf16")]
-    cells = [np.ones(1), np.ones(1), np.full(1, 1e-3), np.array([1], np.int32)]
-    tracemalloc.start()
-    run("adamw", outputs, *tensors, *cells, dtype="fp32", **NUMBERS)
-    run("sum_squares", [output((num_norm_tiles(shape),), "fp32")], tensors[3])
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 64 * SLICE
 
 
 @pytest.mark.judge

@@ -35,14 +35,28 @@ def bits(out: Output) -> list[bytes]:
     return [target.array.tobytes() for target in out.tensors] + [cell.tobytes() for cell in out.amax.values()]
 
 
-def same_in_one_and_in_many(monkeypatch, run) -> list[bytes]:
-    """What `run` gives, having asserted that slices do not change it."""
-    found = []
-    for size in (1 << 30, 3 * COLUMNS):
-        monkeypatch.setattr(llmq.operands, "SLICE", size)
-        found.append(run())
-    assert found[0] == found[1]
-    return found[0]
+@pytest.fixture
+def same_in_one_and_in_many(monkeypatch):
+    """Asserts that slices change nothing of what a function gives, which it returns."""
+
+    def both(run) -> list[bytes]:
+        found = []
+        for size in (1 << 30, 3 * COLUMNS):
+            monkeypatch.setattr(llmq.operands, "SLICE", size)
+            found.append(run())
+        assert found[0] == found[1]
+        return found[0]
+
+    return both
+
+
+def normal(seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+
+
+def after(out: Output, work, *given) -> list[bytes]:
+    work(out, *given)
+    return bits(out)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -50,54 +64,35 @@ def same_in_one_and_in_many(monkeypatch, run) -> list[bytes]:
     "forms", [["plain"], ["plain", "col", "fp8", "fp8 col"], ["fp8"], ["plain", "colsum"]], ids=str
 )
 @pytest.mark.parametrize("wrong", [None, np.nan, np.inf])
-def test_a_write(monkeypatch, dtype, forms, wrong):
-    value = np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32) * 100
+def test_a_write(same_in_one_and_in_many, dtype, forms, wrong):
+    value = normal() * 100
     if wrong is not None:
         value[20, 3] = wrong
-
-    def run() -> list[bytes]:
-        out = output(dtype, forms)
-        out.write(value)
-        return bits(out)
-
-    same_in_one_and_in_many(monkeypatch, run)
+    same_in_one_and_in_many(lambda: after(output(dtype, forms), Output.write, value))
 
 
-def test_a_sum_into_what_is_there(monkeypatch):
-    def run() -> list[bytes]:
-        out = output("bf16", ["plain"], accumulate=True)
-        out.write(np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32))
-        return bits(out)
-
-    assert same_in_one_and_in_many(monkeypatch, run) != bits(output("bf16", ["plain"]))
+def test_a_sum_into_what_is_there(same_in_one_and_in_many):
+    found = same_in_one_and_in_many(lambda: after(output("bf16", ["plain"], accumulate=True), Output.write, normal()))
+    assert found != bits(output("bf16", ["plain"]))
 
 
 @pytest.mark.parametrize("forms", [["plain"], ["col", "fp8"], ["plain", "colsum"]], ids=str)
-def test_a_cast(monkeypatch, forms):
-    x = Tensor("x", np.random.default_rng(0).normal(size=(ROWS, COLUMNS)).astype(np.float32), (ROWS, COLUMNS))
-
-    def run() -> list[bytes]:
-        out = output("bf16", forms)
-        cast(out, x)
-        return bits(out)
-
-    same_in_one_and_in_many(monkeypatch, run)
+def test_a_cast(same_in_one_and_in_many, forms):
+    x = Tensor("x", normal(), (ROWS, COLUMNS))
+    same_in_one_and_in_many(lambda: after(output("bf16", forms), cast, x))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("forms", [["plain"], ["fp8", "fp8 col"], []], ids=str)
-def test_a_loss(monkeypatch, dtype, forms):
-    rng = np.random.default_rng(0)
-    logits = Tensor("x", (10 * rng.normal(size=(ROWS, COLUMNS))).astype(DTYPES[dtype]), (ROWS, COLUMNS))
-    ids = rng.integers(0, COLUMNS - 4, ROWS).astype(np.int32)
+def test_a_loss(same_in_one_and_in_many, dtype, forms):
+    logits = Tensor("x", (10 * normal()).astype(DTYPES[dtype]), (ROWS, COLUMNS))
+    ids = np.random.default_rng(0).integers(0, COLUMNS - 4, ROWS).astype(np.int32)
     ids[::5] = IGNORED
-    targets = Tensor("targets", ids, (ROWS,))
 
     def run() -> list[bytes]:
-        out = output(dtype, forms)
-        losses = Tensor("loss", np.zeros(ROWS, np.float32), (ROWS,))
-        loss = Output("loss", (ROWS,), "fp32", (losses,))
-        cross_entropy(out, loss, logits, targets, vocab_size=COLUMNS - 3, z_loss=1e-3)
+        out, losses = output(dtype, forms), Tensor("loss", np.zeros(ROWS, np.float32), (ROWS,))
+        about = Output("loss", (ROWS,), "fp32", (losses,)), logits, Tensor("targets", ids, (ROWS,))
+        cross_entropy(out, *about, vocab_size=COLUMNS - 3, z_loss=1e-3)
         return [*bits(out), losses.array.tobytes()]
 
-    same_in_one_and_in_many(monkeypatch, run)
+    same_in_one_and_in_many(run)
