@@ -280,8 +280,7 @@ class ChatEncoder(Encoder):
         if len(made) > 1:
             self.counts.divided += 1
             self.counts.divided_into += len(made)
-        if any(self._spelled.search(message.get("content", "")) for message in chat.messages):
-            self.counts.spelled += 1
+        self.counts.spelled += any(self._spelled.search(message.get("content", "")) for message in chat.messages)
         self.counts.masked += len(chat.untrained.intersection(self.train_on.candidates(chat)))
         self.counts.unread.update({key for message in chat.messages for key in message} - self._read_keys)
         return made, [sample.text for sample in made]
@@ -330,9 +329,8 @@ def show(
         body = Styled()
         starts = [0, *(np.flatnonzero(np.diff(trained[:most])) + 1)]
         for run, is_trained in zip(np.split(ids[:most], starts[1:]), trained[starts].tolist(), strict=True):
-            text = tokenizer.encoder.decode(run.tolist(), skip_special_tokens=False)
-            escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() + "\n" * (c == "\n") for c in text)
-            text = "".join(escaped)
+            found = tokenizer.encoder.decode(run.tolist(), skip_special_tokens=False)
+            text = "".join(c if c.isprintable() else ascii(c)[1:-1] + "\n" * (c == "\n") for c in found)
             body.append(f"[[{text}]]" if marks and is_trained else text, style=STYLES[is_trained])
         if len(ids) > most:
             body.append(f" ... and {len(ids) - most} more tokens", style="italic")

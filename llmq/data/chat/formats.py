@@ -31,11 +31,6 @@ class Pair:
     asked: str
     system: str | None = None
 
-    def as_chat(self) -> Chat:
-        """A chat of one question."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return Chat([*system, {"role": "user", "content": self.asked}, {"role": "assistant", "content": self.answer}])
-
 
 @dataclass(frozen=True)
 class Chat:
@@ -122,7 +117,10 @@ class Format:
         if self.has_messages:
             return _chat(row)
         pair = _pair(row)
-        return pair.as_chat() if self.is_chat else pair
+        if not self.is_chat:
+            return pair
+        system = [{"role": "system", "content": pair.system}] if pair.system else []
+        return Chat([*system, {"role": "user", "content": pair.asked}, {"role": "assistant", "content": pair.answer}])
 
 
 def find_format(first: Sequence[Record], options: EncodeOptions) -> Format:
@@ -146,8 +144,6 @@ def find_format(first: Sequence[Record], options: EncodeOptions) -> Format:
             f"--map {unknown[0]}=...: {unknown[0]} is not a column of {data_format or 'any format'}; known are "
             f"{', '.join(sorted(known))}"
         )
-    if not first:
-        raise DataError("there are no rows: give data with at least one")
     for record in first:
         if found := _match(record.value, names, mapping, with_prompt=template is None):
             name, columns = found

@@ -98,11 +98,11 @@ class Turns:
 
         # Turns are looked at from last to first, so that few renderings, each as long as the conversation, are made
         # once and kept.
-        @lru_cache(4)
-        def render(count: int, prompt: bool = False) -> Rendering:
-            return template.render(chat.messages[:count], chat.tools, add_generation_prompt=prompt)
+        self.render = lru_cache(4)(self._render)
 
-        self.render = render  # the first `count` messages, with the generation prompt if `prompt`
+    def _render(self, count: int, prompt: bool = False) -> Rendering:
+        """The first `count` messages, with the generation prompt if `prompt`."""
+        return self.template.render(self.chat.messages[:count], self.chat.tools, add_generation_prompt=prompt)
 
     def spans(self, turn: int) -> list[tuple[int, int]]:
         """What is trained of message `turn` in the rendering that ends with it; at least one span."""
@@ -130,8 +130,13 @@ class Turns:
 
     def _prompt_end(self, turn: int, text: str) -> int | None:
         """Where the prompt of an assistant turn ends and the model writes; None for a first message without either."""
-        if not turn:
-            return self._first_prompt_end(text)
+        if not turn:  # few templates render no messages at all, and some put a system prompt of their own first
+            try:
+                nothing, prompt = self.render(0).text, self.render(0, prompt=True).text
+            except RenderError:
+                nothing = prompt = ""
+            place = text.find(prompt) if prompt != nothing else -1
+            return place + len(prompt) if place >= 0 else self._content_start(0, text)
         prompt = self.render(turn, prompt=True).text
         if text.startswith(prompt):
             return len(prompt)
@@ -143,18 +148,6 @@ class Turns:
             )
         content = self._content_start(turn, text)  # which may begin like the reasoning does
         return min(_common(prompt, text), len(text) if content is None else content)
-
-    def _first_prompt_end(self, text: str) -> int | None:
-        """Where the prompt ends if the assistant has the first turn.
-
-        Few templates render no messages at all, and some put a system prompt of their own before the first one.
-        """
-        try:
-            nothing, prompt = self.render(0).text, self.render(0, prompt=True).text
-        except RenderError:
-            nothing = prompt = ""
-        place = text.find(prompt) if prompt != nothing else -1
-        return place + len(prompt) if place >= 0 else self._content_start(0, text)
 
     def _content_start(self, turn: int, text: str) -> int | None:
         """Where the content of a message begins in the text that ends with it; None if it has none.

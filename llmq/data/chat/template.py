@@ -64,8 +64,8 @@ class Environment(ImmutableSandboxedEnvironment):
         self.deadline = 0.0
         self.written = 0  # characters that left the template so far
         self.generated: list[tuple[int, int, str]] = []  # spans of generation blocks, and what they hold
-        self.filters |= {"tojson": _tojson, "random": _random}
-        del self.globals["lipsum"]
+        self.filters["tojson"] = _tojson
+        del self.globals["lipsum"], self.filters["random"]  # they give another text in each run
         self.globals |= {"raise_exception": _raise_exception, **({"strftime_now": now.strftime} if now else {})}
         with warnings.catch_warnings():  # Python warns of escapes such as "\[", which templates have and mean
             warnings.simplefilter("ignore")
@@ -117,10 +117,6 @@ class Generation(Extension):
 
 def _raise_exception(message: Any) -> None:
     raise TemplateError(str(message))
-
-
-def _random(*args: Any) -> None:
-    raise TemplateError("the filter random gives another text in each run: take it out of the template")
 
 
 def _tojson(
@@ -245,12 +241,11 @@ def _own_templates(folder: Path) -> dict[str, tuple[str, str]]:
     if found:
         return found
     for path in (folder / "tokenizer_config.json", folder / "chat_template.json"):
-        value = json_if_there(path).get("chat_template")
-        if isinstance(value, str):
-            found.setdefault("default", (value, f"the chat_template of {path}"))
-            continue
-        for item in value if isinstance(value, list) else [] if value is None else [value]:
+        value = json_if_there(path).get("chat_template") or []
+        for item in value if isinstance(value, list) else [value]:
             match item:
+                case str():
+                    found.setdefault("default", (item, f"the chat_template of {path}"))
                 case {"name": str(name), "template": str(text)}:
                     found[name] = (text, f"the chat_template {name} of {path}")
                 case _:

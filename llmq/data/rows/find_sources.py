@@ -29,7 +29,6 @@ from llmq.data.rows.row_files import (
     SUFFIXES,
     BadRow,
     FileRows,
-    HeldShare,
     Mixed,
     Record,
     RowFile,
@@ -240,7 +239,7 @@ def _split_rows(train: FileRows, own: FileRows | None, eval_fraction: float | No
     if not fraction:
         return Found("rows", (), train, None, f"rows are documents; {ALL_TRAIN}")
     rule = f"rows are documents; {float(fraction):g} of them, spread evenly, are for evaluation"
-    ours, theirs = (replace(train, share=HeldShare(fraction, is_held)) for is_held in (False, True))
+    ours, theirs = (replace(train, share=(fraction, is_held)) for is_held in (False, True))
     return Found("rows", (), ours, theirs, rule, may_lack_evaluation=eval_fraction is None)
 
 

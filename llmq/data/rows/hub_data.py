@@ -112,11 +112,10 @@ class HubSet:
 
     def chosen(self, split: str | None) -> str:
         """The name of a split; without one asked for, train or the only one. DataError."""
-        chosen = split or ("train" if "train" in self.splits else next(iter(self.splits)))
-        if chosen not in self.splits or (split is None and "train" not in self.splits and len(self.splits) > 1):
-            problem = f"has no split {split}" if split else "has no split train"
+        chosen = split or (next(iter(self.splits)) if len(self.splits) == 1 else "train")
+        if chosen not in self.splits:
             raise DataError(
-                f"{self.repo} (config {self.config}) {problem}, but {', '.join(self.splits)}: "
+                f"{self.repo} (config {self.config}) has no split {chosen}, but {', '.join(self.splits)}: "
                 f"give {self.repo}:{self.config}:SPLIT"
             )
         return chosen

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from llmq.data.stream import START, Position, Stream
+from llmq.data.stream import START, Position
 from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError, UsageError
 
@@ -284,35 +284,17 @@ _FINDERS: dict[str, Callable[[RowFile, int], Iterator[Located]]] = {
 }  # fmt: skip
 
 
-class RowSequence(Stream[Row], Protocol):
-    """Rows in an order of their own."""
-
-    def identity(self) -> Any:
-        """What the rows depend on, as JSON; reads files of this machine whole."""
-        ...
-
-
-@dataclass(frozen=True)
-class HeldShare:
-    """Part of the rows: floor(n * fraction) of n are held out, spread evenly; `held` says which side is meant."""
-
-    fraction: Fraction
-    held: bool
-
-    def has(self, index: int) -> bool:
-        """Whether the row with this number (from 0) belongs to the share."""
-        ours = (index + 1) * self.fraction.numerator // self.fraction.denominator
-        return (ours > index * self.fraction.numerator // self.fraction.denominator) == self.held
-
-
 @dataclass(frozen=True)
 class FileRows:
-    """The rows [start, stop) of all of `files`, or a share of them. A position is (file, row in it, row of all)."""
+    """The rows [start, stop) of all of `files`, or a share of them. A position is (file, row in it, row of all).
+
+    Of n rows floor(n * fraction) are held out, spread evenly; `is_held` says which side a `share` is.
+    """
 
     files: tuple[File, ...]
     start: int = 0
     stop: int | None = None
-    share: HeldShare | None = None
+    share: tuple[Fraction, bool] | None = None  # fraction, is_held
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
         first, row, before = position or (0, 0, 0)
@@ -326,13 +308,20 @@ class FileRows:
                     overall = before + at
                     if self.stop is not None and overall >= self.stop:
                         return
-                    if self.share is None or self.share.has(overall - self.start):
+                    if self.has(overall - self.start):
                         yield (number, at + 1, overall + 1), read()
                 before += file.num_rows() if at is None else at + 1
             row = 0
 
+    def has(self, index: int) -> bool:
+        """Whether the share has the row with this number, from 0."""
+        if self.share is None:
+            return True
+        (part, whole), is_held = self.share[0].as_integer_ratio(), self.share[1]
+        return ((index + 1) * part // whole > index * part // whole) == is_held
+
     def identity(self) -> Any:
-        share = [str(self.share.fraction), self.share.held] if self.share else None
+        share = [str(self.share[0]), self.share[1]] if self.share else None
         return {"files": [f.identity() for f in self.files], "start": self.start, "stop": self.stop, "share": share}
 
 
@@ -373,8 +362,8 @@ class Mixed:
     seed: int
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
-        drawn, ended, places = position or (0, [False] * len(self.parts), [START] * len(self.parts))
-        ended, places = list(ended), list(places)
+        drawn, *lists = position or (0, [False] * len(self.parts), [START] * len(self.parts))
+        ended, places = map(list, lists)
         readers = [part.read(place) for part, place in zip(self.parts, places, strict=True)]
         ahead = [next(reader, None) for reader in readers]
         if None in ahead:
@@ -401,6 +390,10 @@ class Mixed:
             block = draw.choice(len(self.parts), size=DRAWN_AT_ONCE, p=weights).tolist()
             yield from block[skipped:]
             skipped = max(skipped - DRAWN_AT_ONCE, 0)
+
+
+# Rows in an order of their own. `identity` says what they depend on, as JSON, and reads files of this machine whole.
+RowSequence = FileRows | Shuffled | Mixed
 
 
 def sliced(files: Sequence[File], borders: tuple[str, str]) -> FileRows:

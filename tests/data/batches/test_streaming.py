@@ -19,7 +19,7 @@ from llmq.data.batches.named_data import StreamedRows, open_stream
 from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Rows, stacked
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import Found, Request
-from llmq.data.rows.row_files import FileRows, HeldShare, RowFile
+from llmq.data.rows.row_files import FileRows, RowFile
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -224,7 +224,7 @@ def stream_of_files(
     [
         {"start": 13, "stop": 97},
         pytest.param({"start": 50}, marks=pytest.mark.slow),
-        {"share": HeldShare(Fraction(1, 3), False), "start": 5, "stop": 110},
+        {"share": (Fraction(1, 3), False), "start": 5, "stop": 110},
         pytest.param({}, marks=pytest.mark.slow),
     ],
 )

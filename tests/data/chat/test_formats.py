@@ -174,7 +174,6 @@ def test_tokens_are_taken_as_they_are():
         ("json", (), [{"text": "a"}], UsageError, "--data-format json is not one of tokens, messages, sharegpt, "),
         (None, (("texts", "a"),), [{"text": "a"}], UsageError, "--map texts=...: texts is not a column of any format"),
         ("text", (("question", "a"),), [{"text": "a"}], UsageError, "question is not a column of text"),
-        (None, (), [], DataError, "there are no rows"),
         (None, (), [{"body": "a", "url": "b"}, {}], DataError,
          r"^rows.jsonl:1: the columns \(body, url\) match no format: .*question-answer \(question, answer\)"),
         ("text", (), [{"body": "a"}], DataError, r"\(body\) match no format: text \(text\): name the columns"),

@@ -83,6 +83,7 @@ def test_threads_can_share_a_template():
         ("{% for m in messages %}", r"the chat template is not Jinja: Unexpected end of template.*\(line 1\)"),
         ("\n{% generation %}a", r"not Jinja.*\(line 2\)"),
         ("{{ messages[0] | from_json }}", "is not Jinja: No filter named 'from_json'"),
+        ("{{ [1] | random }}", "is not Jinja: No filter named 'random'"),  # which gives another text in each run
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"cannot be compiled \(RecursionError"),
         ("{{ " + "-" * 3000 + "1 }}", "cannot be compiled"),
     ],
@@ -200,7 +201,6 @@ TWICE = "{{ f(n - 1) }}{{ f(n - 1) }}"
         (MANY.replace("BODY", "{{ 'a' * 1000 }}"), "^it writes more than 4,194,304 characters$"),
         (MANY.replace("BODY", "a" * 10000), "^it writes more than"),
         ("{{ messages[0].content * 900000 }}", "^it writes more than"),
-        ("{{ [1] | random }}", "^the filter random gives another text in each run: take it out of the template$"),
         ("{{ raise_exception('roles must take turns') }}", "^roles must take turns$"),
         ("{{ messages[5].content + 'a' }}", "UndefinedError: .*list object has no element 5"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),

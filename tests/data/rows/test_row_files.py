@@ -21,17 +21,7 @@ from hypothesis import strategies as st
 
 from llmq.data.rows import row_files
 from llmq.data.rows.hub_data import HubSpec
-from llmq.data.rows.row_files import (
-    BadRow,
-    FileRows,
-    HeldShare,
-    Mixed,
-    Record,
-    RowFile,
-    Shuffled,
-    sliced,
-    train_test_order,
-)
+from llmq.data.rows.row_files import BadRow, FileRows, Mixed, Record, RowFile, Shuffled, sliced, train_test_order
 from llmq.data.stream import START, Position
 from llmq.errors import DataError, UsageError
 
@@ -320,10 +310,10 @@ def numbers(rows: Any, position: Position = START) -> list[int]:
 )
 def test_files_go_on_from_every_position(tmp_path_factory, counts, start, length, fraction, held) -> None:
     stop = None if length is None else start + length
-    share = None if fraction is None else HeldShare(fraction, held)
+    share = None if fraction is None else (fraction, held)
     rows = FileRows(files_of(tmp_path_factory.mktemp("files"), counts), start, stop, share)
     every = list(range(sum(counts)))[start:stop]
-    wanted = [n for n in every if share is None or share.has(n - start)]
+    wanted = [n for n in every if rows.has(n - start)]
     assert numbers(rows) == wanted
     for count, (position, _) in enumerate(list(rows.read()), 1):
         assert numbers(rows, position) == wanted[count:]
@@ -331,9 +321,11 @@ def test_files_go_on_from_every_position(tmp_path_factory, counts, start, length
 
 @given(st.fractions(0, Fraction(99, 100), max_denominator=1000), st.integers(0, 300))
 def test_a_share_is_exact_and_its_sides_are_all_rows(fraction: Fraction, count: int) -> None:
-    held = [n for n in range(count) if HeldShare(fraction, True).has(n)]
-    assert len(held) == count * fraction.numerator // fraction.denominator
-    assert sorted(held + [n for n in range(count) if HeldShare(fraction, False).has(n)]) == list(range(count))
+    def rows(is_held: bool) -> list[int]:
+        return [n for n in range(count) if FileRows((), share=(fraction, is_held)).has(n)]
+
+    assert len(rows(True)) == count * fraction.numerator // fraction.denominator
+    assert sorted(rows(True) + rows(False)) == list(range(count))
 
 
 def test_a_mixture_is_that_of_datasets_and_goes_on_from_every_position(tmp_path: Path) -> None:
@@ -388,7 +380,7 @@ def test_what_is_not_there_yet_decides_nothing(tmp_path: Path) -> None:
     """The identity is that of the content: not of the place, but of everything that decides on the rows."""
     one, two = (FileRows(files_of(tmp_path / name, [5, 6])) for name in ("one", "two"))
     assert one.identity() == two.identity()
-    half = HeldShare(Fraction(1, 2), True)
+    half = (Fraction(1, 2), True)
     assert one.identity() != FileRows(one.files, 1).identity() != FileRows(one.files, share=half).identity()
     files_of(tmp_path / "two", [6, 5])
     assert one.identity() != two.identity()
