@@ -17,6 +17,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -106,8 +107,6 @@ def _stop(results: queue.Queue[T | BaseException], stopped: threading.Event) -> 
     """Asks the thread to end, without waiting: the garbage collector may call this from that very thread."""
     stopped.set()
     # The thread puts at most one more item after the stop, so one free place lets it end.
-    while True:
-        try:
+    with suppress(queue.Empty):
+        while True:
             results.get_nowait()
-        except queue.Empty:
-            return

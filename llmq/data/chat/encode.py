@@ -139,10 +139,9 @@ class Encoder:
             self.counts.rows += 1
             documents += self._fitted(self._documents(record.place, content, [next(encodings) for _ in texts]))
         self.counts.documents += len(documents)
-        for document in documents:
-            num_tokens = len(document.ids)
-            self.counts.tokens += num_tokens
-            self.counts.trained += num_tokens if document.trained is None else int(np.count_nonzero(document.trained))
+        self.counts.tokens += sum(len(one.ids) for one in documents)
+        masks = (np.ones(len(one.ids)) if one.trained is None else one.trained for one in documents)
+        self.counts.trained += sum(map(np.count_nonzero, masks))
         return documents
 
     def _read(self, record: Record) -> tuple[Record, Any, list[str]]:

@@ -231,24 +231,23 @@ class _Row:
 
 
 def _pair(row: _Row) -> Pair:
-    if row.form.template is not None:
+    name, template = row.form.name, row.form.template
+    *_, answer = FORMATS[name][0]
+    if template is not None:
         try:
-            prompt = row.form.template.fill(row.value).text
+            prompt = template.fill(row.value).text
         except RenderError as error:
             raise row.bad(f"the prompt template fails: {error}; the columns are {', '.join(row.value)}") from None
-        return Pair(prompt, row.filled(FORMATS[row.form.name][0][1]), prompt)
-    match row.form.name:
-        case "prompt-completion":
-            prompt = row.string("prompt") or ""
-            return Pair(prompt, row.filled("completion"), prompt)
-        case "question-answer":
-            question = row.filled("question")
-            return Pair(question, row.filled("answer"), question)
-    instruction, given, system = row.filled("instruction"), row.string("input"), row.string("system")
-    opening = system or (PREAMBLES[bool(given)] if row.form.preamble else "")  # of the row's own, if it has one
-    parts = [opening, f"### Instruction:\n{instruction}", f"### Input:\n{given}" if given else "", "### Response:\n"]
-    prompt = "\n\n".join(part for part in parts if part)
-    return Pair(prompt, row.filled("output"), f"{instruction}\n\n{given}" if given else instruction, system or None)
+    elif name == "alpaca":
+        instruction, given, system = row.filled("instruction"), row.string("input"), row.string("system")
+        opening = system or (PREAMBLES[bool(given)] if row.form.preamble else "")  # of the row's own, if it has one
+        task = f"### Instruction:\n{instruction}"
+        parts = [opening, task, f"### Input:\n{given}" if given else "", "### Response:\n"]
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        return Pair("\n\n".join(part for part in parts if part), row.filled(answer), asked, system or None)
+    else:
+        prompt = row.filled("question") if name == "question-answer" else row.string("prompt") or ""
+    return Pair(prompt, row.filled(answer), prompt)
 
 
 def _tokens(row: _Row, vocab_size: int) -> Encoded:
@@ -331,10 +330,10 @@ def _by_turn(row: _Row, messages: list[dict[str, Any]]) -> dict[str, dict[int, A
     found, given = {}, row.form.columns.get("train_on")
     names = () if given is None else TURN_COLUMNS if given in TURN_COLUMNS else (given,)
     for name, values in ((name, row.value[name]) for name in names if row.value.get(name) is not None):
-        turns = list(range(len(messages)))
-        if isinstance(values, list) and len(values) != len(turns):
-            turns = [turn for turn in turns if messages[turn]["role"] == "assistant"]
-        if not isinstance(values, list) or len(values) != len(turns):
+        everyone = list(range(len(messages)))
+        answers = [turn for turn in everyone if messages[turn]["role"] == "assistant"]
+        count = len(values) if isinstance(values, list) else None
+        if (turns := next((some for some in (everyone, answers) if len(some) == count), None)) is None:
             shown = f"{len(values)} values" if isinstance(values, list) else json.dumps(values, default=str)[:40]
             raise row.bad(
                 f"{name} is {shown} for {len(messages)} messages: give a list with 1 or 0 for each, or for each of the "

@@ -122,15 +122,12 @@ def test_a_row_says_of_all_its_messages_or_the_assistants_whether_they_are_train
         assert chat == Chat([ASK, TELL, ASK, TELL], None, frozenset(untrained))
 
 
-def test_columns_and_keys_can_have_other_names():
+def test_a_format_can_be_chosen_and_columns_and_keys_can_have_other_names():
     row = {"dialog": [{"who": "user", "said": "a"}, {"who": "assistant", "said": "b"}]}
     mapping = (("messages", "dialog"), ("role", "who"), ("content", "said"))
     assert read(row, mapping=mapping) == Chat([ASK, TELL])
     assert read({"Frage": "a", "answer": "b"}, mapping=(("question", "Frage"),)) == Pair("a", "b", "a")
     assert read({"messages": [ASK], "dialog": [TELL]}, mapping=(("messages", "dialog"),)) == Chat([TELL])
-
-
-def test_a_format_can_be_chosen_and_says_its_mapping():
     row = {"messages": [ASK, TELL], "text": "c", "body": "d"}
     assert read(row, data_format="text") == "c"
     asked = {"data_format": "text", "mapping": (("text", "body"),)}

@@ -163,12 +163,6 @@ def test_what_others_say_begins_in_their_message_where_another_content_changes_e
     assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("«<|im_start|>user\n<tool_resp")
 
 
-def test_a_template_that_rewrites_the_prompt_is_refused():
-    counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
-    with pytest.raises(RenderError, match="writes the conversation before message 2 differently once"):
-        masked(counts, "one")
-
-
 # What stands in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
 # one before, where that differs.
 EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
@@ -223,7 +217,10 @@ def test_an_empty_answer_is_trained_by_its_end_token(name):
     assert text.count("«<|im_end|>") == 1 and "+EOS" not in text
 
 
-def test_a_generation_block_that_some_turns_lack_is_refused():
+def test_a_prompt_that_is_rewritten_and_a_generation_block_that_some_turns_lack_are_refused():
+    counts = ChatTemplate("{{ messages | length }}" + CHATML, "counts")
+    with pytest.raises(RenderError, match="writes the conversation before message 2 differently once"):
+        masked(counts, "one")
     blocks, chat = convention("end outside").source, [*ASKED, ASKED[0], {"role": "assistant", "content": "Nay."}]
     lacking = blocks.replace("m.role == 'assistant'", "m.role == 'assistant' and 'y' not in m.content")
     with pytest.raises(RenderError, match="message 4 has no generation block"):

@@ -20,15 +20,12 @@ NOW = datetime(2025, 3, 9, 7, 5)
 @pytest.mark.sample
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_texts_and_ids_are_those_of_transformers(name, chat):
+    assert list(GOLDENS) == [f"{name}/{chat}" for name, chat in PAIRS]
     (messages, tools), golden, used = CHATS[chat], GOLDENS[f"{name}/{chat}"], template(name)
     text, _ = used.render(messages, tools)
     assert text == golden["text"]
     assert chat_tokenizer().encode(text, add_special_tokens=False).ids == golden["ids"]
     assert used.render(messages[:-1], tools, add_generation_prompt=True).text == golden["prompt"]
-
-
-def test_the_golden_conversations_are_those_of_the_tests():
-    assert list(GOLDENS) == [f"{name}/{chat}" for name, chat in PAIRS]
 
 
 @pytest.mark.judge

@@ -144,16 +144,13 @@ def test_configs_splits_and_slices(told) -> None:
     assert (script["train"], script["eval"]) == ([0, 1, 2, 3], [9]) and CONVERTED[:12] in script["rule"]
 
 
-def test_files_are_fetched_once_and_nothing_that_could_run(told) -> None:
-    fetched = [path for path in told[0].fetched() if "streamed" not in path]
-    assert len(fetched) == len(set(fetched)) > 20
-    assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
-
-
-def test_what_was_used_once_is_there_offline_and_streams_are_read_whole(told) -> None:
+def test_files_are_fetched_once_and_nothing_that_could_run_and_streams_are_read_whole(told) -> None:
     hub, answers = told
     assert answers[AGAIN] == answers[PLAIN] and sum("api/datasets/org/plain" in path for _, path in hub.requests) == 1
     assert (answers[STREAMED]["train"], answers[STREAMED]["eval"]) == (list(range(10)), None)
+    fetched = [path for path in hub.fetched() if "streamed" not in path]
+    assert len(fetched) == len(set(fetched)) > 20
+    assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
 
 
 def test_the_sets_of_llmq_have_its_rules(told) -> None:
@@ -186,9 +183,8 @@ def test_a_spec_in_parts() -> None:
 
 def test_layouts_by_name() -> None:
     files = dict.fromkeys(["data/train-0.parquet", "data/valid-0.parquet", "train.csv", "x.json", "a.txt"], 1)
-    assert layout("a/b", files, []) == {
-        "default": {"train": ["data/train-0.parquet"], "validation": ["data/valid-0.parquet"]}
-    }
+    splits = {"train": ["data/train-0.parquet"], "validation": ["data/valid-0.parquet"]}
+    assert layout("a/b", files, []) == {"default": splits}
     assert layout("a/b", {"b.py": 1, **files}, []) == {}
     assert layout("a/b", {"x.csv": 1, "dataset_infos.json": 1, "y.jsonl": 1}, []) == {"default": {"train": ["y.jsonl"]}}
     assert layout("a/b", {"x.txt": 1}, []) == {}
