@@ -64,16 +64,6 @@ class Site(Protocol):
         """d_x, dw <- d_y, x, w."""
 
 
-class Activation(Protocol):
-    """What lies between the two maps of an MLP."""
-
-    def forward(self, ops: Ops, act: Ref, gate_up: Ref) -> None:
-        """act (...,F) <- gate_up (...,2F)."""
-
-    def backward(self, ops: Ops, d_gate_up: Ref, d_act: Ref, gate_up: Ref) -> None:
-        """d_gate_up (...,2F) <- d_act (...,F), gate_up."""
-
-
 class Core(Protocol):
     """Attention itself, between the rotary embedding and the output projection."""
 

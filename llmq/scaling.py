@@ -27,13 +27,14 @@ class Scaling:
     else. `dtype` is that of the scales."""
 
     dtype = "fp32"
-    is_cell = False
-    is_measured = False
     is_repeated = False
     is_tiled = False
     is_of_states = False
     owns_scales = False
     turns = True
+
+    def __init__(self, *, is_cell: bool = False, is_measured: bool = False) -> None:
+        self.is_cell, self.is_measured = is_cell, is_measured
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the scales of a copy stored as (rows, columns)."""
@@ -66,18 +67,6 @@ class Scaling:
     def of_columns(self, scale: np.ndarray, start: int, count: int) -> np.ndarray | None:
         """The scales of stored columns [start, start + count); None where they do not lie together."""
         return scale
-
-
-class Delayed(Scaling):
-    """From the amax of earlier steps: nothing is measured before the copy is written, which may saturate."""
-
-    is_cell = True
-
-
-class Current(Scaling):
-    """From the value itself, in a pass of its own over it: exact, and one more read."""
-
-    is_measured = True
 
 
 class Rowwise(Scaling):
@@ -242,6 +231,7 @@ class Nested(Scaling):
     turns = False
 
     def __init__(self, group: int) -> None:
+        super().__init__()
         self.group = group
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -270,8 +260,10 @@ class Nested(Scaling):
 
 
 SCALINGS: dict[str, Scaling] = {
-    "delayed": Delayed(),
-    "current": Current(),
+    # From the amax of earlier steps: nothing is measured before the copy is written, which may saturate.
+    "delayed": Scaling(is_cell=True),
+    # From the value itself, in a pass of its own over it: exact, and one more read.
+    "current": Scaling(is_measured=True),
     "rowwise": Rowwise(),
     "blockwise": Blockwise(),
     "tilewise": Tilewise(),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llmq.protocols import Activation, Ops, Parameters, PiecedSublayer, Site, Slots
+from llmq.protocols import Ops, Parameters, PiecedSublayer, Site, Slots
 from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
@@ -27,7 +27,7 @@ class Mlp:
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, activation: Activation, down: Site
+        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, activation: SwiGlu, down: Site
     ) -> None:
         self.c, self.f, self.eps = hidden_size, intermediate_size, eps
         self.up, self.activation, self.down = up, activation, down

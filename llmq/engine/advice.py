@@ -155,21 +155,8 @@ def requests(plan: Plan, home: str = "device") -> str:
 
 
 def remedies(plan: Plan, room: Limits) -> list[Setting]:
-    """The fastest combinations of remedies that fit, such that keep all numbers first."""
-    workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
-    whole = workspace * plan.spec.memory.attention_chunks
-    # Where there is an attention that need not repeat its bits, and a workspace worth doing without.
-    may_relax = room.relaxed_scratch is not None and whole > MUCH * room.free_bytes
-    search, usual = _search(plan, room), alternatives(plan.spec, may_relax=may_relax)
-    keeping = search.best([NOTHING], KEEPING)
-    within_s = keeping[0].cost.seconds if keeping else math.inf
-    others = (*usual, *([] if keeping else last_alternatives(plan.spec, search.terms)))  # the mildest first
-    changing = (search.best([one], BEST - len(keeping), within_s) for one in others)
-    return [*keeping, *next(filter(None, changing), [])]
-
-
-def _search(plan: Plan, room: Limits) -> Search:
-    """A search among the settings of a run that does not fit, in micro-batches that are no larger."""
+    """The fastest combinations of remedies that fit, such that keep all numbers first, in micro-batches that are no
+    larger."""
     spec = plan.spec
     half = next((n for n in range(spec.batch_size // 2, 0, -1) if spec.batch_size % n == 0), 1)
     terms = Terms(
@@ -182,4 +169,13 @@ def _search(plan: Plan, room: Limits) -> Search:
         may_host=not room.in_one,
         auto_chunks=room.auto_chunks,
     )
-    return Search(spec, terms, room.room, room.costs)
+    workspace = sum(stored_bytes(ref) for ref in plan.persistent.values() if ref.space == "workspace")
+    whole = workspace * spec.memory.attention_chunks
+    # Where there is an attention that need not repeat its bits, and a workspace worth doing without.
+    may_relax = room.relaxed_scratch is not None and whole > MUCH * room.free_bytes
+    search, usual = Search(spec, terms, room.room, room.costs), alternatives(spec, may_relax=may_relax)
+    keeping = search.best([NOTHING], KEEPING)
+    within_s = keeping[0].cost.seconds if keeping else math.inf
+    others = (*usual, *([] if keeping else last_alternatives(spec, terms)))  # the mildest first
+    changing = (search.best([one], BEST - len(keeping), within_s) for one in others)
+    return [*keeping, *next(filter(None, changing), [])]

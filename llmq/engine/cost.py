@@ -35,10 +35,6 @@ class Cost:
     host_bytes: int
     seconds: float
 
-    def missing(self, free_bytes: int, free_host_bytes: int) -> int:
-        """Bytes that are not there, of both together."""
-        return max(self.num_bytes - free_bytes, 0) + max(self.host_bytes - free_host_bytes, 0)
-
 
 @dataclass(frozen=True)
 class _Half:

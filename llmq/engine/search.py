@@ -41,8 +41,8 @@ class Available:
     in_one: bool = False
 
     def missing(self, cost: Cost) -> int:
-        """Bytes that are not there."""
-        return cost.missing(self.free_bytes, self.host_bytes)
+        """Bytes that are not there, of both together."""
+        return max(cost.num_bytes - self.free_bytes, 0) + max(cost.host_bytes - self.host_bytes, 0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def fastest(
     boxes: Iterable[Box],
     cost_at: Callable[[Point], Cost | None],
     accepts: Callable[[Point], bool],
-    available: Available,
+    room: Available,
     within_s: float = math.inf,
 ) -> Iterator[tuple[Point, Cost]]:
     """Points of the boxes that fit, the fastest first, then the fastest of those that need less of the device.
@@ -188,11 +188,13 @@ def fastest(
     last word on a point that would come out; both are asked several times.
     """
     waiting: list[tuple[float, int, int, Point, Point]] = []
-    number, room, most_host = count(), available.free_bytes, available.host_bytes
+    number = count()
 
     def wait(low: Point, high: Point, bound: float) -> None:
         fast, frugal = cost_at(low), cost_at(high)
-        if (frugal is not None and frugal.num_bytes > room) or (fast is not None and fast.host_bytes > most_host):
+        if frugal is not None and frugal.num_bytes > room.free_bytes:
+            return
+        if fast is not None and fast.host_bytes > room.host_bytes:
             return
         seconds = bound if fast is None else max(bound, fast.seconds)
         if seconds > within_s:
@@ -205,8 +207,8 @@ def fastest(
         seconds, _, _, low, high = heapq.heappop(waiting)
         cost = cost_at(low)
         # The fastest point of the box that waits first: nothing that is left can be faster.
-        if cost is not None and not cost.missing(room, most_host) and accepts(low):
-            room = int(LESS * cost.num_bytes)
+        if cost is not None and not room.missing(cost) and accepts(low):
+            room = replace(room, free_bytes=int(LESS * cost.num_bytes))
             yield low, cost
         for piece in _halves(low, high):
             wait(*piece, seconds)

@@ -16,7 +16,6 @@ from llmq.blocks.attention import Attention, Heads, Rotary
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import Mlp, SwiGlu
 from llmq.blocks.qk_norm import NormedRotary
-from llmq.protocols import Activation
 from llmq.row import Row, SublayerRows
 from llmq.tensor import DTYPES
 
@@ -240,7 +239,7 @@ class Family:
         heads = self.heads(config)
         return NormedRotary(heads, config.rms_norm_eps) if config.qk_norm else Rotary(heads)
 
-    def activation(self, config: ModelConfig) -> Activation:
+    def activation(self, config: ModelConfig) -> SwiGlu:
         """What lies between the two maps of the MLP."""
         return SwiGlu()
 

@@ -18,7 +18,7 @@ from llmq.plan.names import own_scales
 from llmq.plan.plan import Plan, Scratch, make_plan
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import Sharding
-from llmq.tensor import Form, Ref, stored_bytes
+from llmq.tensor import Form, stored_bytes
 
 SHARE = 4  # an estimate is by one in this many of the layers that a model has
 LEVELS = range(4)
@@ -120,12 +120,8 @@ def sent_by(call: Call, size: int) -> int:
     if not record(call.op).is_collective:
         return 0
     given = call.written if record(call.op).gathers else [ref for ref in call.inputs if ref is not None]
-    return sum(map(_bytes, given)) * (size - 1) // size
-
-
-def _bytes(ref: Ref) -> int:
-    owned = stored_bytes(own_scales(ref)) if ref.form is not None and ref.form.owns_scales else 0
-    return stored_bytes(ref) + owned
+    scales = [own_scales(ref) for ref in given if ref.form is not None and ref.form.owns_scales]
+    return sum(map(stored_bytes, (*given, *scales))) * (size - 1) // size
 
 
 def _estimated(plan: Plan, sharding: Sharding, scratch_bytes: Scratch, micro_steps: int) -> LevelNeeds:

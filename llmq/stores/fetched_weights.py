@@ -85,18 +85,16 @@ class FetchedWeights(ReplicatedWeights):
         return {name: ref for name in self._names[part] if (ref := self.refs[name]).home == "host"}
 
     def _slots(self, ops: Any, part: str | int, phase: str, fetched: dict[str, Ref]) -> dict[str, Ref]:
-        """What a part's rows that are held in a form are read from, by name; what has been `fetched` is there."""
-        return {ref.name: self._cast(ops, ref, phase) for ref in self._held[part]}
-
-    def _cast(self, ops: Any, held: Ref, phase: str) -> Ref:
-        """A slot with every form of a row that is held in one, which never changes: their single scale is known."""
-        assert held.form is not None
-        # fp8 that is stored with a scale for each tile has none for the whole.
-        cell = None if held.form.dtype == "e4m3" and held.form.owns_scales else held.name
-        about: dict[str, Any] = {"cell": cell, "held": held}
-        slot = Ref(f"{phase}/{held.name}", "activation", held.shape, held.dtype, held.layer, **about)
-        ops.cast(slot, held)
-        return slot
+        """What a part's rows that are held in a form are read from, by name: slots with every form of these, which
+        never change, so that their single scale is known. What has been `fetched` is there."""
+        made = {}
+        for held in self._held[part]:
+            # fp8 that is stored with a scale for each tile has none for the whole.
+            is_tiled = held.form is not None and held.form.dtype == "e4m3" and held.form.owns_scales
+            slot = changed(weight_slot(held, phase), cell=None if is_tiled else held.name, held=held)
+            ops.cast(slot, held)
+            made[held.name] = slot
+        return made
 
 
 def weight_slot(ref: Ref, phase: str) -> Ref:

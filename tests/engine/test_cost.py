@@ -66,15 +66,3 @@ def test_a_plan_of_the_whole_is_counted_from_then_on():
     cost = costs.of(spec, 1)
     assert (cost.num_bytes, cost.host_bytes) == (plan.total_bytes, plan.host_bytes)
     assert costs.plan(spec) is plan
-
-
-def test_halves_are_planned_once(monkeypatch):
-    """Four combinations of hosted moments and batches: two micro-steps and two updates."""
-    made = []
-    costs = Costs(SCRATCH, SCRATCH, RATES)
-    numbers = costs._numbers
-    monkeypatch.setattr(costs, "_numbers", lambda plan: made.append(plan) or numbers(plan))
-    for host in ((), ("m", "v")):
-        for size in (2, 4):
-            costs.of(spec_of(BF16, Memory(host=host), wide(10), batch_size=size), 2)
-    assert len(made) == 2 * (2 + 2)

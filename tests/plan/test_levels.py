@@ -1,4 +1,4 @@
-"""The table of levels: what is estimated from few layers is what a plan of all says, and what is sent by hand."""
+"""What the options on sharing become, and the table of levels: estimates from few layers, and what is sent by hand."""
 
 from dataclasses import replace
 
@@ -6,7 +6,10 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, spec_of, tiny
 
 from llmq.backends.planned import PlannedBackend
-from llmq.plan.levels import LEVELS, at_level, name_of, needs_by_level, sent_bytes
+from llmq.comm.world import Copying
+from llmq.errors import UsageError
+from llmq.options.maths import ShardingOptions
+from llmq.plan.levels import LEVELS, at_level, copying, name_of, needs_by_level, refuse_copies, sent_bytes
 from llmq.plan.memory import Memory
 from llmq.plan.plan import make_plan
 from llmq.stores.sharding import Sharding
@@ -78,3 +81,25 @@ def test_bytes_sent_by_hand(micro_steps):
     for plan, bytes_sent in zip(plans, expected, strict=True):
         few = 2000  # the norm's partial sums, loss and tokens
         assert bytes_sent <= sent_bytes(plan, micro_steps) <= bytes_sent + few
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Copying(None, False)),  # nothing is exchanged, so nothing is timed
+        ({"all_to_all_reduce": True}, Copying(None, None)),
+        ({"gradient_compression": "e4m3", "memcpy_send_recv": False}, Copying(None, False)),
+        ({"gradient_compression": "e4m3", "memcpy_send_recv": True}, Copying(None, True)),
+        ({"memcpy_all_gather": True}, Copying(True, False)),
+        ({"memcpy_all_gather": False, "all_to_all_reduce": True}, Copying(False, None)),
+    ],
+)
+def test_copies_are_as_given_or_as_timed(given, expected):
+    assert copying(ShardingOptions(**given)) == expected
+
+
+def test_a_cpu_is_asked_for_no_copies():
+    refuse_copies(ShardingOptions(memcpy_all_gather=False), "cpu")
+    refuse_copies(ShardingOptions(memcpy_all_gather=True), "cuda")
+    with pytest.raises(UsageError, match="--memcpy-all-gather: copy engines are parts of GPUs"):
+        refuse_copies(ShardingOptions(memcpy_all_gather=True), "cpu")
