@@ -41,10 +41,7 @@ def trained(backend, precision, memory):
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_small_states_train_and_are_the_same_wherever_they_live(name):
-    from llmq.backends.cuda import CudaBackend
-
-    backend = CudaBackend()
+def test_small_states_train_and_are_the_same_wherever_they_live(backend, name):
     expected = trained(backend, PRECISIONS[name], Memory())
     for kind, memory in MEMORIES.items():
         assert trained(backend, PRECISIONS[name], memory) == expected, kind
@@ -53,10 +50,8 @@ def test_small_states_train_and_are_the_same_wherever_they_live(name):
 
 
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"]], ids=["bf16", "fp8"])
-def test_the_mlp_in_tiles_trains_as_the_whole_and_is_made_again_with_the_same_bits(precision):
-    from llmq.backends.cuda import CudaBackend
-
-    backend, tiled = CudaBackend(), Memory(seq_tiles=4)
+def test_the_mlp_in_tiles_trains_as_the_whole_and_is_made_again_with_the_same_bits(backend, precision):
+    tiled = Memory(seq_tiles=4)
     losses, state = trained(backend, precision, tiled)
     for memory in (replace(tiled, flags=("recompute_block",), offload=("residual",)), replace(tiled, host=("grad",))):
         assert trained(backend, precision, memory) == (losses, state)

@@ -59,12 +59,8 @@ def test_products_by_hand():
     assert [w.flops for w in of(plan, "attention_forward")] == [2 * 2 * B * HQ * HD * seen] * L
     assert [w.flops for w in of(plan, "attention_backward")] == [5 * 2 * B * HQ * HD * seen] * L
     assert {w.flops for op, _, w in works(plan) if not record(op).products} == {0}
-
-
-def test_a_window_hides_keys():
-    plan = plan_of(FP32, config=tiny(windows=(4, None)))
-    seen = [1 + 2 + 3 + 4 * (T - 3), sum(range(1, T + 1))]
-    assert [w.flops for w in of(plan, "attention_forward")] == [4 * B * HQ * HD * n for n in seen]
+    windows = of(plan_of(FP32, config=tiny(windows=(4, None))), "attention_forward")  # hide keys
+    assert [w.flops for w in windows] == [4 * B * HQ * HD * n for n in (1 + 2 + 3 + 4 * (T - 3), seen)]
 
 
 def test_bytes_by_hand():
@@ -121,6 +117,10 @@ def test_fp8_products_count_at_the_rate_of_e4m3_and_move_single_bytes(gradient):
     assert {w.dtype for w in of(plan, "linear_dgrad", "d_layers")} <= {"e4m3"}
     assert of(plan, "linear_dgrad")[-1].dtype == "e4m3"
     assert of(plan, "linear_forward", "logits")[0].dtype == "bf16"
+    own = plan_of(dataclasses.replace(FP8[gradient, "delayed"], scaling="rowwise"))
+    scales = 4 * (M + 2 * F)  # that a copy owns are moved with it: one per token, and per output
+    assert of(own, "linear_forward", "gate_up")[0].num_bytes == up.num_bytes + scales
+    assert {family(op, output) for op, output, _ in works(own) if op == "quantize"} == {"quantize"}
 
 
 def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
@@ -145,14 +145,6 @@ def test_a_rung_is_the_sum_of_its_calls_and_its_rooflines():
 
 def test_ops_that_take_longer_alone_than_together_overlap():
     assert Ladder((Rung("norms", 1, 5.0, 2.0, 0, 0), Rung("rope", 1, 6.0, 2.0, 0, 0)), 10.0).gaps_ms == -1.0
-
-
-def test_scales_that_a_copy_owns_are_moved_with_it():
-    plan = plan_of(dataclasses.replace(FP8["e4m3", "delayed"], scaling="rowwise"))
-    up = of(plan, "linear_forward", "gate_up")[0]
-    assert up.num_bytes == M * C + 2 * F * C + 2 * M * 2 * F + 4 * (M + 2 * F)  # one scale per token, and per output
-    named = {family(op, output) for op, output, _ in works(plan) if op == "quantize"}
-    assert named == {"quantize"}
 
 
 def test_the_hosts_copy_counts_both_directions(monkeypatch):

@@ -159,31 +159,58 @@ def test_the_driver_chooses_the_extra(cuda, extra):
 
 @pytest.mark.parametrize(("major", "cuda"), [(12, (12, 0)), (13, (13, 0)), (12, (13, 1)), (13, (14, 0))])
 def test_a_whole_environment_has_no_problem(major, cuda, environment):
-    """CUDA 12's packages run on newer drivers too."""
+    """CUDA 12's packages run on newer drivers too; a library of the system will do."""
     environment(major)
+    assert cuda_driver.library_problem(cuda) is None
+    environment(major, without=[f"nvidia-cudnn-cu{major}"], paths={"cudnn": "/usr/lib/libcudnn.so.9"})
     assert cuda_driver.library_problem(cuda) is None
 
 
-def test_no_cupy_names_the_extra_of_the_driver(environment):
-    for cuda, extra in ((12, 2), "cuda12"), ((13, 0), "cuda13"):
-        environment(13, without=GOOD[13])
-        problem = cuda_driver.library_problem(cuda)
-        assert problem.what == "CuPy is not installed" and problem.fix == f"pip install 'llmq-train[{extra}]'"
-        assert problem.has_gpu
+IN_A_NEW_ONE = "pip install 'llmq-train[cuda{}]' in a new environment"
 
 
-def test_both_cupies(environment):
-    environment(13, also={"cupy-cuda12x": "14.2.0"})
-    problem = cuda_driver.library_problem((13, 0))
-    assert "cupy-cuda12x and cupy-cuda13x are both installed" in problem.what
-    assert problem.fix == "pip uninstall -y cupy-cuda12x cupy-cuda13x, then pip install 'llmq-train[cuda13]'"
-
-
-def test_cupy_that_is_too_new_for_the_driver(environment):
-    environment(13)
-    problem = cuda_driver.library_problem((12, 4))
-    assert "cupy-cuda13x needs NVIDIA driver 580 or later" in problem.what and "CUDA 12.4" in problem.what
-    assert "pip uninstall -y cupy-cuda13x and pip install 'llmq-train[cuda12]'" in problem.fix
+@pytest.mark.parametrize(
+    ("major", "changes", "cuda", "what", "fix"),
+    [
+        (13, {"without": GOOD[13]}, (12, 2), "CuPy is not installed", "pip install 'llmq-train[cuda12]'"),
+        (13, {"without": GOOD[13]}, (13, 0), "CuPy is not installed", "pip install 'llmq-train[cuda13]'"),
+        (
+            *(13, {"also": {"cupy-cuda12x": "14.2.0"}}, (13, 0)),
+            "cupy-cuda12x and cupy-cuda13x are both installed",
+            "pip uninstall -y cupy-cuda12x cupy-cuda13x, then pip install 'llmq-train[cuda13]'",
+        ),
+        (
+            *(13, {}, (12, 4)),
+            "cupy-cuda13x needs NVIDIA driver 580 or later, and this one runs CUDA 12.4 at most",
+            "update the driver, or pip uninstall -y cupy-cuda13x and pip install 'llmq-train[cuda12]'",
+        ),
+        (
+            *(12, {"paths": {"cublasLt": "/site/nvidia/cu13/lib/libcublasLt.so.13"}}, (13, 0)),
+            "CuPy is for CUDA 12, and the cuBLASLt that is found for 13",
+            IN_A_NEW_ONE.format(12),
+        ),
+        # cuDNN and NCCL have the same file names for both versions of CUDA
+        (
+            *(13, {"also": {"nvidia-cudnn-cu12": "9.28"}}, (13, 0)),
+            "nvidia-cudnn-cu12 and nvidia-cudnn-cu13 are both installed",
+            IN_A_NEW_ONE.format(13),
+        ),
+        (
+            *(13, {"without": ["nvidia-nccl-cu13"], "also": {"nvidia-nccl-cu12": "2.32"}}, (13, 0)),
+            "NCCL (nvidia-nccl-cu13) is missing",
+            "pip install 'llmq-train[cuda13]'",
+        ),
+        (
+            *(12, {"also": {"cuda-bindings": "13.5.0"}}, (12, 2)),
+            "cuda-bindings 13.5.0 is not for CUDA 12, as CuPy is",
+            "pip install 'llmq-train[cuda12]'",
+        ),
+    ],
+)
+def test_each_way_to_be_mixed_has_its_message_and_its_fix(major, changes, cuda, what, fix, environment):
+    environment(major, **changes)
+    problem = cuda_driver.library_problem(cuda)
+    assert problem.what.startswith(what) and problem.fix == fix and problem.has_gpu
 
 
 @pytest.mark.parametrize("major", GOOD)
@@ -197,33 +224,6 @@ def test_each_missing_package_is_named(major, environment):
     environment(major, without=needed)
     what = cuda_driver.library_problem((13, 0)).what
     assert all(name in what for name in needed) and what.endswith(" are missing")
-
-
-def test_a_library_of_the_system_will_do(environment):
-    environment(12, without=["nvidia-cudnn-cu12"], paths={"cudnn": "/usr/lib/libcudnn.so.9"})
-    assert cuda_driver.library_problem((12, 2)) is None
-
-
-def test_libraries_of_the_other_cuda(environment):
-    environment(12, paths={"cublasLt": "/site/nvidia/cu13/lib/libcublasLt.so.13"})
-    problem = cuda_driver.library_problem((13, 0))
-    assert "CuPy is for CUDA 12, and the cuBLASLt that is found for 13" in problem.what
-    assert problem.fix == "pip install 'llmq-train[cuda12]' in a new environment"
-
-
-def test_packages_that_overwrite_each_other(environment):
-    """cuDNN and NCCL have the same file names for both versions of CUDA."""
-    environment(13, also={"nvidia-cudnn-cu12": "9.28"})
-    assert "nvidia-cudnn-cu12 and nvidia-cudnn-cu13 are both installed" in cuda_driver.library_problem((13, 0)).what
-    environment(13, without=["nvidia-nccl-cu13"], also={"nvidia-nccl-cu12": "2.32"})
-    assert cuda_driver.library_problem((13, 0)).what == "NCCL (nvidia-nccl-cu13) is missing"
-
-
-def test_bindings_of_the_other_cuda(environment):
-    environment(12, also={"cuda-bindings": "13.5.0"})
-    problem = cuda_driver.library_problem((12, 2))
-    assert problem.what == "cuda-bindings 13.5.0 is not for CUDA 12, as CuPy is"
-    assert problem.fix == "pip install 'llmq-train[cuda12]'"
 
 
 class FakeLibrary:

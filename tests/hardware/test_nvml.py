@@ -107,15 +107,6 @@ def test_traffic_over_pcie_is_counted_where_it_is_asked_for(pretend):
     assert nvml.read(UUID, traffic=True) == plain
 
 
-def test_processes_are_counted_and_not_named(pretend):
-    pretend(FakeNvml())
-    assert nvml.num_others(UUID) == 1, "this process is one of two"
-    pretend(FakeNvml(missing=("nvmlDeviceGetComputeRunningProcesses",)))
-    assert nvml.num_others(UUID) is None
-    pretend(None)
-    assert nvml.num_others(UUID) is None
-
-
 def test_a_gpu_is_read_in_the_background_until_it_is_stopped(monkeypatch):
     clocks, threads, enough = iter(range(1000, 10000)), set(), threading.Event()
 
@@ -136,14 +127,6 @@ def test_a_gpu_is_read_in_the_background_until_it_is_stopped(monkeypatch):
     assert next(clocks) == 1000 + len(found), "nobody reads on"
     once = nvml.Background(UUID, traffic=True)
     assert len(once.stop()) == 1
-
-
-def test_the_background_ends_where_nvml_does_not_answer(pretend):
-    pretend(None)
-    assert nvml.Background(UUID, every_s=3600).stop() == ()
-    pretend(FakeNvml())
-    (reading,) = nvml.Background(UUID, every_s=3600).stop()
-    assert reading.watts == 689.5
 
 
 FIELDS = {
@@ -170,17 +153,20 @@ def test_a_reading_that_is_missing_is_none_and_the_others_stay(function, how, pr
 
 
 def test_reasons_have_an_older_name(pretend):
-    pretend(FakeNvml(absent=("nvmlDeviceGetCurrentClocksEventReasons",)))
+    newer, older = (f"nvmlDeviceGetCurrentClocks{name}Reasons" for name in ("Event", "Throttle"))
+    pretend(FakeNvml(absent=(newer,)))
     assert nvml.read(UUID).throttled == ("power cap",)
-    both = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-    pretend(FakeNvml(missing=both))
+    pretend(FakeNvml(missing=(newer, older)))
     assert nvml.read(UUID).throttled is None
 
 
 def test_nothing_is_known_without_nvml(pretend):
-    pretend(None)  # importing it fails
-    assert nvml.read(UUID) is None
-    pretend(FakeNvml(starts=False))
-    assert nvml.read(UUID) is None
-    pretend(FakeNvml())
-    assert nvml.read("GPU-of-another-machine") is None
+    """Where it cannot be imported or does not start, and of the GPU of another machine."""
+    for fake, uuid in ((None, UUID), (FakeNvml(starts=False), UUID), (FakeNvml(), "GPU-of-another-machine")):
+        pretend(fake)
+        assert nvml.read(uuid) is None and nvml.num_others(uuid) is None
+        assert nvml.Background(uuid, every_s=3600).stop() == ()
+    (reading,) = nvml.Background(UUID, every_s=3600).stop()
+    assert reading.watts == 689.5 and nvml.num_others(UUID) == 1, "this process is one of two"
+    pretend(FakeNvml(missing=("nvmlDeviceGetComputeRunningProcesses",)))
+    assert nvml.num_others(UUID) is None

@@ -463,35 +463,6 @@ def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, dtype, wid
         assert used.spill_bytes <= WIDE[dtype, width] * (entry == "rmsnorm_backward"), (entry, used, constants)
 
 
-HEADS = {"num_heads": 4, "num_kv_heads": 2}
-
-
-def heads(noted: Launches, dtype: str, head_dim: int, *forms: Form | None) -> None:
-    """Backward of rope and of qk_norm over 128 rows, with these forms of what they write."""
-    qkv, weight = noted.tensor((2, 64, 8 * head_dim), dtype), noted.tensor((head_dim,), dtype)
-    table, positions = noted.tensor((64, head_dim), "fp32"), noted.tensor((2, 64), "int32")
-    cell, gradients = noted.tensor((2, 64, 6), "fp32"), [noted.output((head_dim,), dtype, None) for _ in range(2)]
-    written = noted.output(qkv.shape, dtype, *forms)
-    OPS.qk_norm_backward(written, *gradients, qkv, qkv, weight, weight, cell, **HEADS)
-    OPS.rope_backward(written, qkv, table, positions, **HEADS)
-
-
-@pytest.mark.sample("sweep")
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("head_dim", [12, 20, 100])
-def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
-    """Half of a head is a multiple of 2 and not of 4; heads of 18, whose half is odd, are by twos in qk_norm only."""
-    launches.capability = capability
-    for dtype in ("bf16", "fp32"):
-        for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)):
-            heads(launches, dtype, head_dim, *forms)
-    heads(launches, "fp32", 18, None)
-    for name, entry, constants, _ in launches.found:
-        used = compiled(name, capability, constants)[0][entry]
-        assert not used.spill_bytes and used.registers <= REGISTERS[entry], (entry, used, constants)
-
-
 def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...]) -> None:
     """Both directions of a norm over 1024 rows."""
     x, weight = (noted.tensor(shape, dtype) for shape in ((1, 1024, width), (width,)))

@@ -7,7 +7,6 @@ from llmq.errors import UsageError
 from llmq.model.config import RopeConfig
 from llmq.model.rope import rope_table
 from llmq.ops import cuda
-from llmq.ops.cuda import generation
 from llmq.ops.reference import OPS
 from llmq.ops.reference.generation import gumbel, threshold
 from llmq.ops.seam import Arguments
@@ -143,27 +142,6 @@ def test_the_kernel_adds_a_residual_and_takes_rows_of_any_even_width(n, k, dtype
     terms = np.abs(wide[0].array) @ np.abs(wide[2].array).T + np.abs(bias.read()) + np.abs(residual.read())
     bound = UNIT[dtype] * np.abs(expected) * (1 + 2**-6) + (k + 4) * 2.0**-24 * terms
     assert (np.abs(device.host(got.tensors[0].array).astype(np.float64) - expected) <= bound).all()
-
-
-def test_a_row_is_split_only_where_few_warps_would_not_read_all_of_it():
-    taken = {
-        (1152, 4, 0): 1,
-        (4864, 4, 1): 1,
-        (896, 19, 0): 4,
-        (4608, 14, 0): 2,
-        (18944, 14, 1): 2,
-        (151936, 4, 0): 1,
-        (3584, 74, 0): 8,
-        (9, 99, 0): 8,
-    }
-    for (rows, accesses, gated), split in taken.items():
-        assert generation._split(rows, accesses, gated) == split
-
-
-def test_a_second_round_of_few_blocks_is_not_begun():
-    assert [generation._blocks(needed, 528) for needed in (144, 528, 608, 1055, 1056, 18992)] == [
-        144, 528, 528, 528, 1056, 18992
-    ]  # fmt: skip
 
 
 def test_an_odd_width_in_bf16_is_refused():

@@ -85,55 +85,44 @@ def test_amax_is_of_the_rounded_value_and_grows():
 
 @EIGHT
 def test_the_current_scale_maps_the_largest_value_to_the_limit(dtype):
+    """It is 1 where there is none, and has a finite reciprocal where that is tiny."""
     x = np.random.default_rng(0).standard_normal((5, 9)).astype(np.float32)
     (scale,) = run("amax_scale", [(1,)], x, dtype="fp32", limit=LARGEST[dtype])
     assert scale[0] == np.float32(np.abs(x).max()) / np.float32(LARGEST[dtype])
     stored = cast(x, Form(dtype, scaling="current"), scale[0]).tensors[0].array.astype(np.float32)
     assert np.abs(stored).max() == LARGEST[dtype]
-
-
-@pytest.mark.parametrize("x", [0.0, np.nan, np.inf, -np.inf])
-def test_the_current_scale_of_nothing_is_1(x):
-    values = np.array([[0.0, x]]) if x == 0 else np.array([[5.0, x]])
-    assert run("amax_scale", [(1,)], values, dtype="fp32", limit=448.0)[0][0] == 1
-
-
-def test_a_tiny_value_has_a_scale_with_a_finite_reciprocal():
-    x = np.array([[1e-44, 0.0]])
-    (scale,) = run("amax_scale", [(1,)], x, dtype="fp32", limit=448.0)
+    for values in ([[0.0, 0.0]], [[5.0, np.nan]], [[5.0, np.inf]], [[5.0, -np.inf]]):
+        assert run("amax_scale", [(1,)], np.array(values), dtype="fp32", limit=448.0)[0][0] == 1
+    tiny = np.array([[1e-44, 0.0]])
+    (scale,) = run("amax_scale", [(1,)], tiny, dtype="fp32", limit=448.0)
     assert np.isfinite(np.float32(1) / scale[0])
-    assert np.isfinite(cast(x, Form("e4m3", scaling="current"), scale[0]).tensors[0].array.astype(np.float32)).all()
+    assert np.isfinite(cast(tiny, Form(dtype, scaling="current"), scale[0]).tensors[0].array.astype(np.float32)).all()
 
 
-def updated(scale, history, amax, limits, apply=1.0):
-    arrays = [np.array(a, np.float32) for a in (scale, history, amax, limits, [apply])]
-    shapes = [arrays[0].shape, arrays[1].shape, arrays[2].shape]
-    return run("scale_update", shapes, *arrays, dtype="fp32")
-
-
-def test_the_delayed_scale_follows_the_largest_of_the_history():
-    """Limits that are powers of two keep the quotients exact."""
-    scale, history, amax = [7.0, 7.0], [[1.0, 8.0], [2.0, 1.0], [64.0, 1.0]], [4.0, 2.0]
-    scale, history, amax = updated(scale, history, amax, [16.0, 32.0])
-    np.testing.assert_array_equal(history, [[4, 2], [1, 8], [2, 1]])
-    np.testing.assert_array_equal(scale, [4 / 16, 8 / 32])
-    np.testing.assert_array_equal(amax, [0, 0])
-
-
-def test_a_scale_without_a_usable_maximum_is_kept():
-    """A cell that has seen only zeros, and cells that saw infinity or NaN, beside one that moves on."""
-    history = [[0.0, 1.0, 1.0, 1.0], [0.0, 2.0, 2.0, 2.0]]
-    scale, pushed, amax = updated([5.0] * 4, history, [0.0, np.inf, np.nan, 4.0], [2.0] * 4)
-    np.testing.assert_array_equal(scale, [5, 5, 5, 2])
-    np.testing.assert_array_equal(pushed, [[0, 1, 1, 4], [0, 2, 2, 1]])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # limits that are powers of two keep the quotients exact
+        (
+            ([7.0, 7.0], [[1.0, 8.0], [2.0, 1.0], [64.0, 1.0]], [4.0, 2.0], [16.0, 32.0], [1.0]),
+            ([4 / 16, 8 / 32], [[4, 2], [1, 8], [2, 1]]),
+        ),
+        # a cell that has seen only zeros, and cells that saw infinity or NaN, beside one that moves on
+        (
+            ([5.0] * 4, [[0.0, 1.0, 1.0, 1.0], [0.0, 2.0, 2.0, 2.0]], [0.0, np.inf, np.nan, 4.0], [2.0] * 4, [1.0]),
+            ([5, 5, 5, 2], [[0, 1, 1, 4], [0, 2, 2, 1]]),
+        ),
+        # a step that is not applied
+        (([5.0], [[1.0], [2.0]], [3.0], [2.0], [0.0]), ([5], [[1], [2]])),
+    ],
+    ids=["largest", "unusable", "not applied"],
+)
+def test_the_delayed_scale_follows_the_largest_of_the_history(given, expected):
+    arrays = [np.array(a, np.float32) for a in given]
+    scale, history, amax = run("scale_update", [a.shape for a in arrays[:3]], *arrays, dtype="fp32")
+    np.testing.assert_array_equal(scale, expected[0])
+    np.testing.assert_array_equal(history, expected[1])
     np.testing.assert_array_equal(amax, 0)
-
-
-def test_a_step_that_is_not_applied_changes_no_scale():
-    scale, history, amax = updated([5.0], [[1.0], [2.0]], [3.0], [2.0], apply=0.0)
-    np.testing.assert_array_equal(scale, [5])
-    np.testing.assert_array_equal(history, [[1], [2]])
-    np.testing.assert_array_equal(amax, [0])
 
 
 def test_a_cast_of_a_quantized_tensor_reads_its_value():
