@@ -72,15 +72,12 @@ class Engine(TrainedPlan):
         loss, tokens, norm, applied, *largest = self._read_scalars(
             agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked
         )
-        about = (int(largest[0]) if is_asked else request, self._sent_error())
+        sent_error = None
+        if self._has(SENT_ERROR):
+            _, power, noise, *_ = (float(value) for value in self.read(SENT_ERROR))
+            sent_error = math.sqrt(noise / power) if power else 0.0
+        about = (int(largest[0]) if is_asked else request, sent_error)
         return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, *about)
-
-    def _sent_error(self) -> float | None:
-        """Relative error of the gradients that this rank has sent since the step began."""
-        if not self._has(SENT_ERROR):
-            return None
-        _, power, noise, *_ = (float(value) for value in self.read(SENT_ERROR))
-        return math.sqrt(noise / power) if power else 0.0
 
     def warm_up(self, batch: Batch) -> int:
         """Where delayed scales have seen no batch yet, repeats this one without updating until none changes any more;

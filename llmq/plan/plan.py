@@ -54,7 +54,6 @@ CATEGORIES = {
     "shard": "Weights",
     "workspace": "Workspace",
 }
-COMPLETIONS = "Completions"  # the cache of --sample-prompts, in the table of a run that has them
 SCALE_STRIDE = 4  # floats from one delayed scale to the next: matmuls read scales at 16-byte aligned addresses only
 HISTORY = 16  # steps whose amax a delayed scale covers
 
@@ -117,7 +116,7 @@ class Plan:
     def table(self, home: str = "device") -> dict[str, int]:
         """Bytes by category of the allocator table, of what lives in a home."""
         spaces_here = {ref.space for ref in self.persistent.values()}
-        more = {"cache": COMPLETIONS} if "cache" in spaces_here else {}
+        more = {"cache": "Completions"} if "cache" in spaces_here else {}  # of generation, and of --sample-prompts
         categories = {**self.state_titles, **CATEGORIES, **more, **self.tracked.titles}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
         own = {name for name, ref in self.weights.items() if ref.value_in == MASTER}

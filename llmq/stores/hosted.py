@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from llmq.optimizers.rule import MASTER
@@ -76,13 +76,12 @@ class HostedGrads:
         shares: Iterator[Ref] = self._store.shares(ops)
         if self._in_place:
             return shares
-        pieces = chain.from_iterable(map(self._pieces, shares))
+        pieces: list[Ref] = []
+        for ref in shares:
+            # Whole tiles, as partial sums of squares belong to 128 rows: the norm has the bits of one that was not cut.
+            chunks = chunks_of_tiles(ref, ref.shape[-1] * DTYPES[ref.dtype].itemsize, self._piece_bytes)
+            pieces += [ref.chunk(*rows) for rows in chunks] if len(chunks) > 1 else [ref]
         return one_ahead(_fetched(ops, ref) for ref in pieces)
-
-    def _pieces(self, ref: Ref) -> Iterator[Ref]:
-        # Whole tiles, as partial sums of squares belong to 128 rows: the norm has the bits of one that was not cut.
-        chunks = chunks_of_tiles(ref, ref.shape[-1] * DTYPES[ref.dtype].itemsize, self._piece_bytes)
-        yield from (ref.chunk(*rows) for rows in chunks) if len(chunks) > 1 else (ref,)
 
     def _fetch(self, ops: Any, part: str | int) -> dict[str, Ref]:
         """Slots by row name for what a part adds to."""

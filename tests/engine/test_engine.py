@@ -5,7 +5,6 @@ import pytest
 from tiny_engines import BF16, EVERY, FP8, FP32, FP64, batch, bits, engine_of, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
-from llmq.engine.engine import Engine
 from llmq.plan.memory import Memory
 from llmq.plan.plan import SCALE_STRIDE
 
@@ -119,24 +118,6 @@ def test_the_padding_of_the_vocabulary_stays_zero_and_has_no_probability(vocab):
     engine.load([(r, np.zeros(r.shape) if r.name == "head.weight" else np.ones(r.shape)) for r in engine.plan.rows])
     total, count = engine.evaluate(batch())
     assert total / count == pytest.approx(np.log(vocab), rel=1e-6)
-
-
-def test_every_op_can_be_wrapped():
-    calls = []
-
-    def wrap(name, op):
-        def timed(*arguments, **numbers):
-            calls.append(name)
-            op(*arguments, **numbers)
-
-        return timed
-
-    plan = plan_of(FP8["e4m3", "current"], Memory(("recompute_block",)))
-    engine = Engine(plan, HostBackend(), wrap=wrap)
-    engine.load([(row, np.ones(row.shape)) for row in plan.rows])
-    engine.micro_step(batch())
-    steps = [step.op for name in ("publish", "first") for step in plan.programs[name].calls]
-    assert calls == steps
 
 
 class ScratchBackend(HostBackend):

@@ -256,21 +256,18 @@ def test_generated_tokens_repeat_like_words():
     assert counts[0] > 10 * counts[50] > 0
 
 
-def test_weights_are_random_and_their_padding_is_zero():
-    values = {row.name: np.asarray(value) for row, value in random_parameters(plan_of(FP32), 0)}
-    assert values["layers.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
-    assert (values["head.norm"] == 1).all() and not values["embed.weight"][97:].any()
-
-
-def test_weights_on_the_host_come_in_the_dtype_that_holds_them():
-    plan = plan_of(BF16, Memory(host=("master",)))
-    values = {row.name: np.asarray(value) for row, value in random_parameters(plan, 0)}
-    homes = set()
-    for row, value in random_parameters(plan_of(FP32), 0):
-        held = plan.held(row.name)
+def test_weights_are_random_with_padding_of_zero_and_on_the_host_in_the_dtype_that_holds_them():
+    plan, homes = plan_of(BF16, Memory(host=("master",))), set()
+    hosted, plain = (
+        {row.name: np.asarray(value) for row, value in random_parameters(one, 0)} for one in (plan, plan_of(FP32))
+    )
+    assert plain["layers.0.mlp.up.weight"].std() == pytest.approx(0.02, rel=0.1)
+    assert (plain["head.norm"] == 1).all() and not plain["embed.weight"][97:].any()
+    for name, value in plain.items():
+        held = plan.held(name)
         dtype = DTYPES[held.dtype if held.home == "host" else "fp32"]
-        assert values[row.name].dtype == dtype
-        np.testing.assert_array_equal(values[row.name], np.asarray(value).astype(dtype))
+        assert hosted[name].dtype == dtype
+        np.testing.assert_array_equal(hosted[name], value.astype(dtype))
         homes.add((held.home, held.dtype))
     assert ("host", "bf16") in homes
 
