@@ -1,6 +1,5 @@
-"""Host memory on a GPU: locked in pieces, copied and captured, read and written by kernels, beside borders too."""
+"""Host memory on a GPU: locked in pieces, whose number changes no bit."""
 
-import numpy as np
 import pytest
 from tiny_engines import BF16, FP8, bits, engine_of, plan_of, tiny, train_steps
 
@@ -10,18 +9,6 @@ pytestmark = pytest.mark.gpu
 PAGE = 4096
 SIZES = (3 * PAGE, 256, 5 * PAGE, 256, 256, 2 * PAGE, 1 << 20)
 EVERYTHING = Memory(("recompute_block",), offload=("residual",), host=("master", "m", "v", "grad", "weight"))
-
-
-@pytest.fixture
-def block():
-    """Pieces of a few pages, and the offset of each array."""
-    import cupy
-
-    from llmq.backends.cuda_memory import HostBlock
-
-    found = HostBlock(SIZES, cupy.cuda.Stream(non_blocking=True), piece_bytes=3 * PAGE)
-    assert not found.unpinned_bytes, "this system refuses to lock memory"
-    return found, [found.view(sum(SIZES[:index]), size) for index, size in enumerate(SIZES)]
 
 
 def test_pages_are_locked_until_the_last_view_is_gone():
@@ -41,54 +28,6 @@ def test_pages_are_locked_until_the_last_view_is_gone():
     del found, views, view
     types = [runtime.pointerGetAttributes(address).type for address in addresses]
     assert types == [0, 0, 0, 1, 1, 1, 1] and last.nbytes == SIZES[-1]  # the last piece begins with the fourth array
-
-
-def test_arrays_beside_a_border_are_copied_whole(block):
-    import cupy
-
-    _, views = block
-    stream, runtime = cupy.cuda.Stream(non_blocking=True), cupy.cuda.runtime
-    there = [cupy.empty(view.nbytes, np.uint8) for view in views]
-    rng = np.random.default_rng(0)
-    expected = [rng.integers(0, 256, view.nbytes, np.uint8) for view in views]
-
-    def copies():
-        for view, array in zip(views, there, strict=True):
-            runtime.memcpyAsync(array.data.ptr, view.ctypes.data, view.nbytes, runtime.memcpyDefault, stream.ptr)
-            array += 1
-            runtime.memcpyAsync(view.ctypes.data, array.data.ptr, view.nbytes, runtime.memcpyDefault, stream.ptr)
-
-    with stream:
-        copies()  # kernels are compiled
-        stream.synchronize()
-        stream.begin_capture()
-        copies()
-        graph = stream.end_capture()
-    for view, values in zip(views, expected, strict=True):
-        view[:] = values
-    for _ in range(3):
-        graph.launch(stream)
-    stream.synchronize()
-    for view, values in zip(views, expected, strict=True):
-        np.testing.assert_array_equal(view, values + np.uint8(3))
-
-
-def test_kernels_read_and_write_it_where_it_is(block):
-    """By the host's own addresses, as `place` of an array on the GPU would be given."""
-    import cupy
-
-    _, views = block
-    mapped = []
-    for number, view in enumerate(views):
-        view[:] = number
-        memory = cupy.cuda.UnownedMemory(view.ctypes.data, view.nbytes, view, device_id=cupy.cuda.runtime.getDevice())
-        mapped.append(cupy.ndarray(view.nbytes, np.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0)))
-    for array in mapped:
-        array *= 2
-        array += 1
-    cupy.cuda.runtime.deviceSynchronize()
-    for number, view in enumerate(views):
-        assert (view == 2 * number + 1).all()
 
 
 @pytest.mark.parametrize("change", [1, 1 << 16, "refused"])

@@ -95,22 +95,6 @@ def test_write_combined_memory_is_read_by_way_of_the_gpu(either_backend):
             assert memory.read(name, given) is given and given.tobytes() == expected.tobytes()
 
 
-def test_views_keep_write_combined_memory():
-    import cupy
-
-    from llmq.backends.cuda_memory import HostBlock
-
-    stream, sizes = cupy.cuda.Stream(non_blocking=True), (3 << 12, 256, 5 << 12)
-    block = HostBlock(sizes, stream, piece_bytes=1 << 12, write_combined=True)
-    views = [block.view(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
-    del block
-    for number, view in enumerate(views):
-        view[:] = number + 1
-        there = cupy.empty(view.nbytes, np.uint8)
-        cupy.cuda.runtime.memcpy(there.data.ptr, view.ctypes.data, view.nbytes, cupy.cuda.runtime.memcpyDefault)
-        assert (there.get() == number + 1).all()
-
-
 def test_a_system_without_write_combined_memory_has_ordinary(monkeypatch):
     from cupy.cuda import runtime
 

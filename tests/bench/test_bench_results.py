@@ -1,12 +1,9 @@
 """Results as data: what is kept of readings, the file, and what is printed."""
 
-import copy
-import io
 import json
 import math
 
 import pytest
-from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.bench import results as bench_results
@@ -86,12 +83,3 @@ def test_tenants_are_told():
     ):
         assert any(line.startswith(says) for line in bench_results.gpu_lines(result(others=others)["gpu"]))
     assert bench_results.gpu_lines(result(readings=())["gpu"]) == []
-
-
-def test_a_step_faster_than_its_ops_overlaps():
-    r = copy.deepcopy(result())
-    r |= {"gaps_ms": -5.0, "micro_batch_ms": 40.0}
-    console = Console(file=io.StringIO(), width=100)
-    bench_results.show(console, r)
-    told = console.file.getvalue()
-    assert "overlap" in told and "-12.5%" in told and "gaps" not in told

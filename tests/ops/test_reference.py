@@ -30,7 +30,7 @@ SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).share
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
 SHARED += [("sgd", f"new_{name}", name) for name in ("master", "m")]
 SHARED += [("last_norm_scale", "new_last_norm", "last_norm")]
-SHARED += [("sum_pieces", "out", "own")]
+SHARED += [("sum_pieces", "out", "own"), ("linear_forward", "y", "residual"), ("linear_dgrad", "d_x", "residual")]
 SHARED += [("scale_update", f"new_{name}", name) for name in ("scale", "history", "amax")]
 
 

@@ -40,10 +40,8 @@ def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, 
     kind, rows = gpu.type_of(res, weight, x), gpu.rows_of(res.shape)
     wanted, outputs = gpu.forms(x, may_be_cut=True)
     constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
-    threads, per_block = _threads(constants), int(constants["ROWS"])
     arguments = (*outputs, rstd, res, weight, np.float32(eps), np.int64(rows), np.int64(gpu.height(x)))
-    shared = _tile_bytes(constants)
-    gpu.launch("rmsnorm", "rmsnorm_forward", -(-rows // per_block), threads, arguments, constants, shared_bytes=shared)
+    _launch("rmsnorm_forward", -(-rows // int(constants["ROWS"])), arguments, constants)
 
 
 @gpu.asks(lambda call: _scratch_bytes(call.reads["res"].shape), _refuse)
@@ -69,11 +67,17 @@ def rmsnorm_backward(
     partial = gpu.room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
     read = (d_x, d_res, res, weight, rstd)
     arguments = (*outputs, partial, *read, np.int32(per_block), np.int64(rows), np.int64(gpu.height(d_out)))
-    shared = _tile_bytes(constants)
-    gpu.launch("rmsnorm", "rmsnorm_backward", parts, _threads(constants), arguments, constants, shared_bytes=shared)
+    _launch("rmsnorm_backward", parts, arguments, constants)
     if d_weight.wanted:
         last = (d_weight, partial, np.int32(parts), gpu.adds(d_weight))
         gpu.launch("rmsnorm", "sum_weight", -(-columns // gpu.SUM_COLUMNS), gpu.SUM_THREADS, last, constants)
+
+
+def _launch(entry: str, blocks: int, arguments: tuple[Any, ...], constants: dict[str, int | str]) -> None:
+    """A kernel with a group of warps to each row at a time, and a tile of rows where columns are written."""
+    threads = 32 * int(constants["GROUP"]) * int(constants["GROUPS"])
+    tile = int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & gpu.COL else 0
+    gpu.launch("rmsnorm", entry, blocks, threads, arguments, constants, shared_bytes=tile)
 
 
 def _scratch_bytes(res: tuple[int, ...]) -> int:
@@ -121,16 +125,8 @@ def _shape(group: int, forward: bool, transposed: bool) -> tuple[int, int, int]:
     return warps, max(1, 16 // warps), 0
 
 
-def _threads(constants: dict[str, int | str]) -> int:
-    return 32 * int(constants["GROUP"]) * int(constants["GROUPS"])
-
-
 def _pitch(columns: int) -> int:
     return -(-columns // 128) * 128  # forms.cuh
-
-
-def _tile_bytes(constants: dict[str, int | str]) -> int:
-    return int(constants["ROWS"]) * _pitch(int(constants["C"])) if int(constants["FORMS"]) & gpu.COL else 0
 
 
 def _refuse_heads(call: Arguments, capability: int) -> None:
