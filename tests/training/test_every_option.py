@@ -16,15 +16,12 @@ import pytest
 from in_process import run_ranks
 from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
+from tiny_runs import write_weights
 from tokenizers import decoders
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import LlmqError
-from llmq.files.huggingface import Export
-from llmq.files.source import open_parameters, open_source
 from llmq.model.config import to_hf
-from llmq.model.parameters import parameter_rows
-from llmq.options.data import ModelOptions
 from llmq.options.parse import SECTIONS, Options, descriptions
 from llmq.training import train, without_effect
 from llmq.training.ranks import Ranks
@@ -116,12 +113,7 @@ def folder(tmp_path_factory):
         save(tokenizer, Path("source"), {"eos_token": EOS})
         save(tokenizer, Path("tokenizer"), {"eos_token": EOS, "chat_template": "{{ messages }}"})
         Path("source/config.json").write_text(json.dumps(to_hf(tiny(num_layers=2, vocab_size=VOCAB), "fp32")))
-        source = open_source(ModelOptions(model="source", from_scratch=True))
-        rows = parameter_rows(source.config)
-        values = {row.name: value for row, value in open_parameters(source, 7)(rows)}
-        Export(Path("base"), source.config, rows, "fp32").write(lambda row: values[row.name])
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(f"source/{name}", f"base/{name}")
+        write_weights("source", Path("base"), tokenizer=Path("source"))
         shutil.copytree("base", "again")
         Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
         Path("prompt.jinja").write_text("Q {{ question }}")

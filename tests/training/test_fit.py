@@ -52,15 +52,8 @@ def few(tmp_path, few_remedies):
 
 def options_of(model, **more):
     """Options of an estimate on a card that has fp8."""
-    given = {
-        "model": model,
-        "from_scratch": True,
-        "dry_run": True,
-        "train_file": "none",
-        "gpu": "RTX 4090",
-        "fit": True,
-    }
-    return Options.parse({**given, **SIZES, **more})
+    given = {"model": model, "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "RTX 4090"}
+    return Options.parse({**given, **SIZES, "fit": True, **more})
 
 
 def about(options):
@@ -105,9 +98,8 @@ def test_numbers_change_only_where_they_may(model, may, changing):
     options, spec_of, where, *_ = about(options_of(model))
     spec, terms = spec_of(options), Terms(8, (8, 1))
     alternatives = fit._alternatives(spec, terms, fit._other_matmuls(options, spec, spec_of, where), may)
-    assert {key for alternative in alternatives for key in changes(spec, alternative.of(spec), terms)} & {
-        *NUMBERS
-    } == changing
+    found = {key for alternative in alternatives for key in changes(spec, alternative.of(spec), terms)}
+    assert found & {*NUMBERS} == changing
 
 
 @pytest.mark.slow
@@ -117,22 +109,6 @@ def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
     for may, dtype in ((None, "bf16"), ("matmul", "e4m3")):
         options = options_of(model, fit_may=may, seq_len=1024)
         assert fitted(*about(options)).options.precision.matmul_dtype == dtype
-
-
-@pytest.mark.slow
-def test_what_is_given_stays(model):
-    given = {
-        "recompute_norm": True,
-        "offload_residual": True,
-        "lmhead_chunks": 2,
-        "seq_tiles": 1,
-        "opt_m_dtype": "bf16",
-    }
-    chosen = fitted(*about(options_of(model, **given)))
-    assert {key: chosen.options.to_flat()[key] for key in given} == given
-    whole = options_of(model, global_batch_size=8)
-    chosen = fitted(*about(whole)).options
-    assert chosen.data.global_batch_size == 8 == chosen.data.batch_size * chosen.data.grad_accumulation
 
 
 @pytest.mark.quick("given1")
@@ -146,20 +122,6 @@ def test_the_size_of_a_micro_batch_stays_where_it_is_given(few, given):
 
 
 @pytest.mark.slow
-def test_a_default_that_is_given_stays(model):
-    given = {"recompute_block": False, "offload_gradients": False, "opt_m_dtype": "fp32", "seq_tiles": 1}
-    chosen = fitted(*about(options_of(model, fit_may="states", **within(45), **given)))
-    assert chosen.changes and chosen.changes.keys().isdisjoint(given)
-    assert {key: chosen.options.to_flat()[key] for key in given} == given
-
-
-@pytest.mark.slow
-def test_where_the_given_size_is_too_large_that_is_advised(model):
-    found = refused(options_of(model, global_batch_size=None, batch_size=4, fit_may="states,matmul", **within(1)))
-    assert "--global-batch-size in place of --batch-size and --grad-accumulation" in found
-
-
-@pytest.mark.slow
 def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, planned):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
@@ -170,27 +132,39 @@ def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, planned)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_numbers(model):
-    kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
-    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept=kept).options.to_flat()
-    assert {key: flat[key] for key in kept} == kept
+@pytest.mark.parametrize(
+    ("given", "room"),
+    [
+        ({"recompute_norm": True, "offload_residual": True, "lmhead_chunks": 2, "opt_m_dtype": "bf16"}, {}),
+        ({"recompute_block": False, "offload_gradients": False, "opt_m_dtype": "fp32"}, within(45, fit_may="states")),
+    ],
+    ids=["values", "defaults"],
+)
+def test_what_is_given_stays(model, given, room):
+    chosen = fitted(*about(options_of(model, seq_tiles=1, **given, **room)))
+    flat, given = chosen.options.to_flat(), {**given, "seq_tiles": 1}
+    assert chosen.changes and chosen.changes.keys().isdisjoint(given) and {key: flat[key] for key in given} == given
+    assert flat["global_batch_size"] == 8 == flat["batch_size"] * flat["grad_accumulation"]
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_nearest_is_named(model):
+def test_where_nothing_fits_the_nearest_is_named_with_what_would_help(model):
     found = refused(options_of(model, **within(1)))
     assert found.startswith("--fit: no setting fits: the nearest, --") and "--batch-size 1" in found
     assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
     hosted = options_of(model, offload_optimizer=True, **within(1, host_memory_limit="1MiB"))
     assert "MiB of the host, 1.0 MiB are free" in refused(hosted)
+    little_less = float(re.search(r"needs ([\d.]+) MiB", found)[1]) - 0.1  # than what fits if no number changes
+    assert refused(options_of(model, **within(little_less))).endswith(": --fit-may states,matmul allows one that does")
+    sized = options_of(model, global_batch_size=None, batch_size=4, fit_may="states,matmul", **within(1))
+    assert "--global-batch-size in place of --batch-size and --grad-accumulation" in refused(sized)
 
 
 @pytest.mark.slow
-def test_more_that_may_be_chosen_is_advised(model):
-    """In a little less than what fits if no number changes."""
-    said = re.search(r"needs ([\d.]+) MiB", refused(options_of(model, **within(1))))
-    found = refused(options_of(model, **within(float(said[1]) - 0.1)))
-    assert found.endswith(": --fit-may states,matmul allows one that does")
+def test_a_resumed_run_keeps_its_numbers(model):
+    kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
+    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept=kept).options.to_flat()
+    assert {key: flat[key] for key in kept} == kept
 
 
 def test_what_a_search_cannot_compare_is_refused(model):
@@ -209,10 +183,7 @@ def test_a_size_has_the_rates_of_a_card_which_is_named(few):
 
 def test_a_limit_is_the_memory_that_a_card_has():
     for limit in ("16GiB", "16 gib", "16384MiB"):
-        options = Options.parse(
-            {"model": "m", "train_file": "t", "dry_run": True, "gpu": "H200", "memory_limit": limit}
-        )
-        total, free = device.memory_bytes(pick_device(options.system))
+        total, free = device.memory_bytes(pick_device(options_of("m", gpu="H200", memory_limit=limit).system))
         assert (total, free) == (16 * GIB, 16 * GIB - CONTEXT)
     above = options_of("m", gpu="A2", memory_limit="1000GiB")
     card = cards.named("A2")
@@ -257,12 +228,6 @@ def test_many_gpus_offload_what_their_level_leaves(planned, model):
     assert code == 0, said.err
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     assert "--offload-gradients" in first and "--stream-weights" in first
-
-
-@pytest.mark.slow
-def test_host_memory_has_a_limit(planned, model):
-    code, said = planned(model, "--gpu=H200", "--offload-optimizer", "--host-memory-limit=1MiB")
-    assert code == 4 and "in host memory, 1.0 MiB are free there" in said.err
 
 
 def dry_run(capsys, *arguments):

@@ -23,12 +23,11 @@ from llmq.cli.tokenize_data import command as tokenize
 from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.engine.advice import Limits, lacking
-from llmq.errors import DataError, MemoryLimitError, NonFiniteError, StorageError, UsageError
+from llmq.errors import DataError, MemoryLimitError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.report.read import read_log
 from llmq.training import fp8, prepare
 from llmq.training.fp8 import CopyError
-from llmq.training.loop import NON_FINITE_LIMIT
 from llmq.training.records import EvalRecord, TrainRecord
 
 ROOT = Path(__file__).parents[2]
@@ -308,22 +307,6 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
-@pytest.mark.slow
-def test_auto_without_a_gain_is_bf16(given, monkeypatch):
-    """What is timed is real; by how much the first, without fp8, is the faster is not left to a busy machine."""
-    real, spent = fp8.measure, []
-
-    def measure(*where, **run):
-        spent.append(real(*where, **run).micro_batch_ms)
-        return SimpleNamespace(micro_batch_ms=1.0 if len(spent) == 1 else 1.0 + spent[-1])
-
-    monkeypatch.setattr(fp8, "measure", measure)
-    timed = llmq.train(**{**given, **AUTO, "name": "auto"})
-    assert len(spent) == 5 and min(spent) > 0
-    wide = llmq.train(**{**given, **FP8, "matmul_dtype": "bf16", "name": "wide"})
-    assert weights_of(timed.checkpoint_path) == weights_of(wide.checkpoint_path)
-
-
 def test_auto_needs_a_gpu_to_time(given):
     with pytest.raises(UsageError, match="auto times a GPU"):
         llmq.train(**{**given, **AUTO, "dry_run": True, "device": "cuda", "gpu": "H200"})
@@ -394,26 +377,6 @@ def test_a_dry_run_writes_nothing_and_does_not_mind_what_is_there(given, tmp_pat
     for overwrite in (False, True):
         assert llmq.train(**given, dry_run=True, overwrite=overwrite).exit_code == 0
     assert there() == before
-
-
-def test_a_dry_run_plans_for_a_gpu_that_is_not_here(given):
-    assert llmq.train(**given, dry_run=True, device="cuda", gpu="H200").exit_code == 0
-    text = given["console"].getvalue()
-    assert "cuda: H200 (planned for, not used)" in text and "989.4 TFLOP/s bf16" in text
-
-
-def test_windows_of_less_than_a_step_are_trained_more_than_once(given):
-    """As chats are, since the end of an epoch wraps into the next anyway."""
-    result = llmq.train(**{**given, "grad_accumulation": 32, "epochs": 2, "steps": None})
-    assert result.steps == 2 and list(read_log(result.log_path).train["epoch"]) == [64 / 40, 128 / 40]
-    assert "40 windows and a step takes 64, so that it sees windows more than once" in given["console"].getvalue()
-
-
-def test_steps_that_stay_non_finite_end_the_run_with_the_weights_as_they_were(given):
-    with pytest.raises(NonFiniteError, match=f"last {NON_FINITE_LIMIT} steps"):
-        llmq.train(**{**given, "learning_rate": 1e30, "grad_clip": 0, "steps": 40, "model_dtype": "fp32"})
-    log = read_log(Path("runs/run/log.jsonl"))
-    assert not log.train["applied"][-NON_FINITE_LIMIT:].any()
 
 
 def test_nothing_is_left_behind_also_by_a_run_in_another_thread(given):

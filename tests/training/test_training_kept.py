@@ -15,8 +15,6 @@ import pytest
 from tiny_runs import T, weights_of
 
 import llmq
-from llmq import screen
-from llmq.backends.host import HostBackend
 from llmq.data import stream
 from llmq.data.batches import loader
 from llmq.data.batches.loader import RankBatches
@@ -27,9 +25,9 @@ from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.options.parse import Options
 from llmq.report.read import read_log
-from llmq.screen import unreported
 from llmq.training import ready
 from llmq.training import train as training
+from llmq.training.loop import NON_FINITE_LIMIT
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
 SAVED = Path("runs/run/checkpoints")
@@ -78,8 +76,9 @@ def test_a_step_that_is_half_applied_is_not_saved(given, monkeypatch):
 
 def test_steps_without_an_update_leave_the_checkpoints_as_they_are(given, monkeypatch):
     spoil(monkeypatch, range(7, 99))
-    with pytest.raises(NonFiniteError):
+    with pytest.raises(NonFiniteError, match=f"last {NON_FINITE_LIMIT} steps"):
         llmq.train(**{**given, "steps": 40, "ckpt_interval": 6, "ckpt_keep_n": 2})
+    assert not read_log(Path("runs/run/log.jsonl")).train["applied"][-NON_FINITE_LIMIT:].any()
     assert sorted(path.name for path in SAVED.glob("step*")) == ["step-00000006", "step-00000012"]
 
 
@@ -423,13 +422,3 @@ def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
 
 def said(given):
     return given["console"].getvalue()
-
-
-def test_choosing_the_algorithms_of_matrix_products_shows_how_far_it_is(given, monkeypatch):
-    def prepare(self, calls, report=unreported):
-        report(1, 2)
-
-    monkeypatch.setattr(HostBackend, "prepare", prepare)
-    monkeypatch.setattr(screen, "PLAIN_S", 0.0)
-    llmq.train(**{**given, "steps": 2})
-    assert "Timing matrix products: 1 of 2 (50%)" in given["console"].getvalue()

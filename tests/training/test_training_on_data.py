@@ -12,13 +12,11 @@ from tiny_engines import tiny
 from tokenizers import decoders
 
 import llmq
-from llmq.data.batches.loader import open_data
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
 from llmq.model import presets
 from llmq.model.config import to_hf
-from llmq.options.data import DataOptions
 from llmq.report.read import read_log
 
 T = 32  # the longest row has 31 tokens
@@ -229,24 +227,6 @@ def test_rows_are_packed_and_text_is_cut_by_windows(given, name):
     assert ("documents in each" in layout(given).get("rows", "")) == whole
 
 
-def test_a_packed_run_has_no_answer_without_its_question(given, tmp_path):
-    """Each document of a row begins as one of the data, and what is trained of it follows that."""
-    given |= {"seq_len": 40}
-    llmq.train(**given)
-    train = next(path for path in token_files(tmp_path) if path.name == "train.bin")
-    file = TokenFile.open(train)
-    assert np.diff(file.document_starts).max() <= 40, "no document is longer than a row"
-    options = DataOptions(train_file=[str(train)], seq_len=40, packing=True)
-    data = open_data(options, 420, 0)
-    assert data.train.num_windows == int(layout(given)["rows"].split(",")[0])
-    first = {file.tokens[start : start + 3].tobytes() for start in file.document_starts[:-1].tolist()}
-    rows = data.train.read(np.arange(data.train.num_windows))
-    for tokens, marks in zip(rows.tokens, rows.borders, strict=True):
-        assert all(
-            tokens[at : at + 3].astype(file.tokens.dtype).tobytes() in first for at in marks[marks < 40].tolist()
-        )
-
-
 def test_where_packing_cannot_run_rows_are_padded_and_that_is_said(given):
     """In bf16 on a card below compute capability 9.0; our own kernels for f32 pack there, too."""
     given |= {"model_dtype": "bf16", "seq_len": 48}
@@ -354,15 +334,6 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     Path("nothing.jsonl").write_text('{"input_ids": [5, 6], "labels": [-100, -100]}\n' * 30)
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})
-
-
-def test_bad_rows_can_be_left_out(given):
-    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
-    Path("rows.jsonl").write_text("".join([*lines[:2], "{\n", "\n", *lines[4:]]))
-    with pytest.raises(DataError, match=r"rows.jsonl:4: the row is empty.*; 1 before it left out"):
-        llmq.train(**given, skip_bad_rows=1)
-    llmq.train(**given, skip_bad_rows=2)
-    assert "2 bad rows were left out" in given["console"].getvalue()
 
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):

@@ -77,39 +77,27 @@ def test_a_checkpoint_has_whole_tensors_by_all_ranks(given):
         assert not list(path.glob("part-*"))
 
 
+HOSTED = {"offload_gradients": True, "stream_weights": True, "offload_optimizer": True}
+WORLDS = [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(2, 2), (1, 2), (3, 2), (2, 3)])]
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(2, 2), (1, 2), (3, 2)])]
+    ("first", "then"),
+    [({}, {}), *(pytest.param(*hosted, marks=pytest.mark.slow) for hosted in [(HOSTED, {}), ({}, HOSTED)])],
+    ids=["device", "from the host", "to the host"],
 )
-def test_a_run_goes_on_with_another_number_of_ranks(given, before, after):
-    """With the same number, it has the bits of one that was never stopped."""
-    given = {**given, "global_batch_size": 6}
-    train(given, after, "whole", lr_schedule="constant", warmup=0)
-    train(given, before, "parts", steps=4, lr_schedule="constant", warmup=0, zero_level=1 if before == after else 3)
-    again = {"continue": "newest", "overwrite": False}
-    _, said = train(given, after, "parts", lr_schedule="constant", warmup=0, **again)
+@pytest.mark.parametrize(("before", "after"), WORLDS)
+def test_a_run_goes_on_with_another_number_of_ranks(given, before, after, first, then):
+    """And with its states in other homes; with the same number, it has the bits of one that was never stopped."""
+    given = {**given, "global_batch_size": 6, "lr_schedule": "constant", "warmup": 0}
+    train(given, after, "whole")
+    train(given, before, "parts", steps=4, zero_level=1 if before == after else 3, **first)
+    _, said = train(given, after, "parts", **{"continue": "newest", "overwrite": False}, **then)
     assert (f", ranks {before} to {after}\n" in said) == (before != after)
     whole, parts = (exported(name) for name in ("whole", "parts"))
     for key, value in whole.items():
         np.testing.assert_allclose(parts[key], value, **ROOM)
         assert before != after or np.array_equal(parts[key], value)
-
-
-HOSTED = {"offload_gradients": True, "stream_weights": True, "offload_optimizer": True}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 2), (2, 1), (1, 2), (2, 3)])
-def test_a_run_with_all_on_the_host_goes_on_without(given, before, after):
-    """And the other way round; with the same number of ranks, it has the bits of one that was never stopped."""
-    given = {**given, "global_batch_size": 6, "lr_schedule": "constant", "warmup": 0}
-    level = {"zero_level": 1 if before == after else 3}
-    train(given, after, "whole")
-    for name, first, then in (("leaves", HOSTED, {}), ("comes", {}, HOSTED)):
-        train(given, before, name, steps=4, **level, **first)
-        train(given, after, name, **{"continue": "newest", "overwrite": False}, **then)
-        for key, value in exported("whole").items():
-            np.testing.assert_allclose(exported(name)[key], value, **ROOM)
-            assert before != after or np.array_equal(exported(name)[key], value)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -147,15 +135,6 @@ def test_what_one_rank_is_asked_for_all_do(given, monkeypatch):
     results, console = train(given, 2)
     assert [(result.exit_code, result.steps) for result in results] == [(75, 3)] * 2
     assert sorted(found(Path("runs/on2/checkpoints"))) == [2, 3] and "Stopped after step 3" in console
-
-
-@pytest.mark.slow
-def test_the_log_has_the_error_of_compressed_gradients(given):
-    train(given, 1)
-    train(given, 2, zero_level=2, gradient_compression="e4m3")
-    sent = read_log(Path("runs/on2")).train["sent_error"]
-    assert len(sent) == STEPS and np.all((sent > 0.02) & (sent < 0.03))
-    np.testing.assert_allclose([loss[2] for loss in losses("on1")], [loss[2] for loss in losses("on2")], rtol=1e-2)
 
 
 @pytest.mark.parametrize(("options", "said"), [({"gpus": 2}, "--gpus 2"), ({"launcher": "ray"}, "--launcher ray")])
@@ -219,22 +198,31 @@ def test_errors_of_fp8_copies_are_the_same_at_every_level(given, compression):
         np.testing.assert_allclose(np.float64(other), np.float64(errors[0]), rtol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", [0, 3])
-@pytest.mark.parametrize("how", [{"reduce_dtype": "bf16"}, {"reduce_dtype": "bf16", "all_to_all_reduce": True}])
-def test_gradients_of_fp32_travel_in_bf16(given, level, how):
-    """Rounded once by each rank, and on the way at each of three: 3 * 2^-8 of a gradient at most."""
-    train(given, 1, global_batch_size=3)
-    train(given, 3, "narrow", zero_level=level, global_batch_size=3, **how)
-    train(given, 3, "wide", zero_level=level, global_batch_size=3)
-    one, narrow, wide = losses("on1"), losses("narrow"), losses("wide")
-    assert narrow[1:] != wide[1:], "nothing is rounded"
-    np.testing.assert_allclose([loss[2] for loss in narrow], [loss[2] for loss in one], rtol=2e-3)
+BF16 = {"reduce_dtype": "bf16"}  # rounded once by each rank, and on the way at each of three: 3 * 2^-8 at most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_exchanged_gradients_give_one_ranks_losses(given, level):
-    train(given, 1, global_batch_size=3)
-    train(given, 3, zero_level=level, global_batch_size=3, all_to_all_reduce=True)
-    np.testing.assert_allclose([loss[2] for loss in losses("on3")], [loss[2] for loss in losses("on1")], rtol=1e-5)
+@pytest.mark.parametrize(
+    ("how", "close"),
+    [({"all_to_all_reduce": True}, 1e-5), (BF16, 2e-3), ({**BF16, "all_to_all_reduce": True}, 2e-3)],
+    ids=["exchanged", "bf16", "exchanged in bf16"],
+)
+def test_gradients_travel_in_other_ways(given, level, how, close):
+    given |= {"global_batch_size": 3}
+    train(given, 1)
+    train(given, 3, zero_level=level, **how)
+    one, many = losses("on1"), losses("on3")
+    np.testing.assert_allclose([loss[2] for loss in many], [loss[2] for loss in one], rtol=close)
+    if "reduce_dtype" in how:
+        train(given, 3, "wide", zero_level=level)
+        assert many[1:] != losses("wide")[1:], "nothing is rounded"
+
+
+@pytest.mark.slow
+def test_the_log_has_the_error_of_compressed_gradients(given):
+    train(given, 1)
+    train(given, 2, zero_level=2, gradient_compression="e4m3")
+    sent = read_log(Path("runs/on2")).train["sent_error"]
+    assert len(sent) == STEPS and np.all((sent > 0.02) & (sent < 0.03))
+    np.testing.assert_allclose([loss[2] for loss in losses("on1")], [loss[2] for loss in losses("on2")], rtol=1e-2)

@@ -15,7 +15,7 @@ from tiny_runs import weights_of
 
 import llmq
 from llmq import screen
-from llmq.backends.host import HostMemory
+from llmq.backends.host import HostBackend, HostMemory
 from llmq.cli.train import command
 from llmq.data.batches import loader
 from llmq.engine.engine import Engine
@@ -213,13 +213,15 @@ def test_short_of_memory_training_waits_and_says_so_once(given, monkeypatch):
     assert weights_of(result.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
-def test_verifying_reading_and_saving_show_how_far_they_are(given, monkeypatch):
+def test_verifying_reading_timing_and_saving_show_how_far_they_are(given, monkeypatch):
     llmq.train(**{**given, "steps": 3})
     path, console = SAVED / "step-00000003", io.StringIO()
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
+    monkeypatch.setattr(HostBackend, "prepare", lambda self, calls, report: report(2, 2))
     llmq.train(**{**given, "steps": 4, "console": console, "continue": "newest", "overwrite": True})
     lines = console.getvalue().splitlines()
-    for what in (f"Verifying {path}", f"Reading {path}", f"Saving {path.with_name('step-00000004')}"):
+    work = (f"Verifying {path}", f"Reading {path}", f"Saving {path.with_name('step-00000004')}")
+    for what in (*work, "Timing matrix products"):
         shares = [int(line.rpartition("(")[2][:-2]) for line in lines if line.startswith(f"{what}: ")]
         assert shares == sorted(shares) and shares[-1] == 100, f"{what}: {shares}"
 
