@@ -1,5 +1,9 @@
 """Options of a small run for every method of adapters and every dtype of its base, and the run of the two."""
 
+import json
+
+from safetensors.numpy import load_file
+
 import llmq
 from llmq.adapters.merge import merge
 from llmq.files.source import find_source
@@ -36,3 +40,13 @@ def export_of(adapters, engine, folder, base, model=None):
 def merged(adapter, out, **about):
     """The folder that llmq-merge writes of the model in `base` and an adapter."""
     return merge(find_source("base"), {adapter: 1.0}, out, dtype=None, overwrite=False, **about)
+
+
+def adapter_of(folder):
+    """The tensors of an adapter, by name."""
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def config_of(folder):
+    """What PEFT reads of an adapter beside these."""
+    return json.loads((folder / "adapter_config.json").read_text())

@@ -1,12 +1,10 @@
 """A run of --adalora: what it keeps, saves, exports and continues from."""
 
-import json
-
 import numpy as np
 import pytest
+from adapter_cases import adapter_of, config_of
 from in_process import train_on_ranks
-from safetensors.numpy import load_file
-from tiny_runs import on_weights, weights_of
+from tiny_runs import weights_of
 
 import llmq
 from llmq.errors import UsageError
@@ -15,20 +13,9 @@ SCHEDULE = {"adalora_target_rank": 2, "adalora_warmup": 1, "adalora_final": 2, "
 
 
 @pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a run whose ranks are chosen after steps 2, 4 and 6 of 8, on a model with weights."""
-    monkeypatch.chdir(tmp_path)
-    options = on_weights(tmp_path, times=5)
-    changes = {"lora_rank": 4, "adalora": True, **SCHEDULE, "steps": 8, "warmup": 0, "learning_rate": 1e-2}
-    return {**options, **changes}
-
-
-def adapter_of(path):
-    return load_file(path / "adapter_model.safetensors")
-
-
-def config_of(path):
-    return json.loads((path / "adapter_config.json").read_text())
+def given(based):
+    """Options of a run whose ranks are chosen after steps 2, 4 and 6 of 8."""
+    return {**based, "lora_rank": 4, "adalora": True, **SCHEDULE, "steps": 8, "learning_rate": 1e-2}
 
 
 def test_a_run_keeps_the_budget_and_says_what(given):

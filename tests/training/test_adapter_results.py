@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from adapter_cases import BASES, METHODS, VIRTUAL, merged, trained
 from safetensors.numpy import load_file, save_file
-from tiny_runs import on_weights
 
 import llmq
 from llmq.adapters import resolve as adapters
@@ -27,17 +26,10 @@ from llmq.options.commands import GenerateOptions
 from llmq.options.parse import descriptions
 
 
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a run on a model with weights."""
-    monkeypatch.chdir(tmp_path)
-    return {**on_weights(tmp_path, times=5), "steps": 5, "warmup": 0}
-
-
-def still(given, **more):
+def still(based, **more):
     """The loss of a run that changes nothing."""
     return llmq.train(
-        **{**given, "learning_rate": 0.0, "steps": 1, "name": "still", "overwrite": True, **more}
+        **{**based, "learning_rate": 0.0, "steps": 1, "name": "still", "overwrite": True, **more}
     ).eval_loss
 
 
@@ -45,29 +37,29 @@ def still(given, **more):
 @pytest.mark.sample
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_use_of_an_adapter_has_the_loss_of_its_run(given, method, base, monkeypatch):
+def test_every_use_of_an_adapter_has_the_loss_of_its_run(based, method, base, monkeypatch):
     if base == "bf16":
         with pytest.raises(UsageError, match="--base-dtype bf16 does not multiply with --model-dtype fp32"):
-            trained(given, method, base)
+            trained(based, method, base)
         return
-    done = trained(given, method, base)
-    found = {"continued": still(given, adapter=str(done.model_path))}
-    said = given["console"].getvalue()
+    done = trained(based, method, base)
+    found = {"continued": still(based, adapter=str(done.model_path))}
+    said = based["console"].getvalue()
     assert (f"The base is held in {base}, made of fp32, as {done.model_path}" in said) == (base is not None)
     if method in VIRTUAL:
         with pytest.raises(DataError, match="virtual tokens, which are a part of no weight"):
             merged(done.model_path, Path("apart"))
     else:
         merged(done.model_path, Path("apart"))
-        found |= {"merged": still(given, model=str(done.merged_path)), "llmq-merge": still(given, model="apart")}
+        found |= {"merged": still(based, model=str(done.merged_path)), "llmq-merge": still(based, model="apart")}
     writer = Writer(GenerateOptions(model="base", adapter=str(done.model_path), device="cpu"), reads_text=False)
     assert len(writer.notes) == (base is not None)
     monkeypatch.setattr(adapters, "first_values", lambda *_: writer.values())
-    found["llmq-generate"] = still(given, adapter=str(done.model_path), base_dtype="fp32")
+    found["llmq-generate"] = still(based, adapter=str(done.model_path), base_dtype="fp32")
     assert found == pytest.approx(dict.fromkeys(found, done.eval_loss), abs=1e-5)
 
 
-def said_by(given, model, adapter, capsys):
+def said_by(based, model, adapter, capsys):
     """The exit codes and words of llmq-merge, llmq-generate, llmq.generate and a run with a model and an adapter."""
     capsys.readouterr()
     code = shell.run(llmq_merge, [f"--model={model}", f"--adapter={adapter}", "--out-dir=said", "--overwrite"])
@@ -84,38 +76,38 @@ def said_by(given, model, adapter, capsys):
         except DataError as error:
             yield error.exit_code, str(error)
     try:
-        still(given, model=model, adapter=str(adapter))
-        yield 0, given["console"].getvalue()
+        still(based, model=model, adapter=str(adapter))
+        yield 0, based["console"].getvalue()
     except DataError as error:
         yield error.exit_code, str(error)
 
 
-def test_another_base_is_said_and_a_second_merge_refused(given, capsys):
+def test_another_base_is_said_and_a_second_merge_refused(based, capsys):
     """By the weights, whatever the folder is called; without their fingerprint by the name of the model."""
-    done = trained(given, "lora", None)
-    assert not any("was trained on" in said for _, said in said_by(given, "base", done.model_path, capsys))
+    done = trained(based, "lora", None)
+    assert not any("was trained on" in said for _, said in said_by(based, "base", done.model_path, capsys))
     Path("base").rename("moved")
-    assert not any("was trained on" in said for _, said in said_by(given, "moved", done.model_path, capsys))
+    assert not any("was trained on" in said for _, said in said_by(based, "moved", done.model_path, capsys))
     values = load_file("moved/model.safetensors")
     shutil.copytree("moved", "base")
     save_file({**values, "model.norm.weight": values["model.norm.weight"] * 2}, "base/model.safetensors")
     other = f"{done.model_path} was trained on base with other weights than those of base"
-    assert [(code, other in said) for code, said in said_by(given, "base", done.model_path, capsys)] == [(0, True)] * 4
+    assert [(code, other in said) for code, said in said_by(based, "base", done.model_path, capsys)] == [(0, True)] * 4
     (done.model_path / BASE).unlink()
     other = f"{done.model_path} was trained on base, and is given moved"
-    assert [(code, other in said) for code, said in said_by(given, "moved", done.model_path, capsys)] == [(0, True)] * 4
+    assert [(code, other in said) for code, said in said_by(based, "moved", done.model_path, capsys)] == [(0, True)] * 4
     merge(find_source("moved"), {done.model_path: 1.0}, Path("apart"), dtype=None, overwrite=False)
-    again = trained({**given, "model": "apart", "name": "again", "overwrite": True}, "dora", None)
+    again = trained({**based, "model": "apart", "name": "again", "overwrite": True}, "dora", None)
     for model in (done.merged_path, Path("apart"), again.merged_path):
         twice = f"{model} has the adapter of {done.model_path} in its weights already: give the model"
-        found = [(code, twice in said) for code, said in said_by(given, str(model), done.model_path, capsys)]
+        found = [(code, twice in said) for code, said in said_by(based, str(model), done.model_path, capsys)]
         assert found == [(DataError.exit_code, True)] * 4
 
 
 @pytest.mark.slow
-def test_adapters_of_bases_that_were_held_in_other_ways_are_merged_onto_one_that_is_named(given, capsys):
-    one, other = (trained({**given, "name": str(base)}, "lora", base).model_path for base in ("nf4", "int8"))
-    taken = trained({**given, "name": "taken"}, "pissa", "nf4").model_path
+def test_adapters_of_bases_that_were_held_in_other_ways_are_merged_onto_one_that_is_named(based, capsys):
+    one, other = (trained({**based, "name": str(base)}, "lora", base).model_path for base in ("nf4", "int8"))
+    taken = trained({**based, "name": "taken"}, "pissa", "nf4").model_path
     arguments = ["--model=base", f"--adapter={one}", f"--adapter={other}", "--out-dir=both"]
     assert shell.run(llmq_merge, arguments) == DataError.exit_code
     assert "bases in int8, made of fp32 and nf4, made of fp32: choose one with --base-dtype" in capsys.readouterr().err
@@ -135,8 +127,8 @@ def weight_of(adapter, out, dtype):
     return load_file(f"{folder}/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_base_is_held_as_options_say_in_place_of_how_it_was(given):
-    done = trained(given, "lora", "nf4").model_path
+def test_a_base_is_held_as_options_say_in_place_of_how_it_was(based):
+    done = trained(based, "lora", "nf4").model_path
     source = load_file("base/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert np.array_equal(weight_of(done, "own", "fp32"), source)
     assert np.array_equal(weight_of(done, "own", "bf16"), source.astype(ml_dtypes.bfloat16).astype(np.float32))
@@ -147,15 +139,15 @@ def test_a_base_is_held_as_options_say_in_place_of_how_it_was(given):
         found[dtype] = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert not np.array_equal(found["fp32"], found["bf16"])
     assert np.array_equal(found["fp32"], weight_of(done, "again", "nf4"))
-    still(given, adapter=str(done), base_dtype="int8")
+    still(based, adapter=str(done), base_dtype="int8")
     words = f"{done} was trained on a base in nf4, made of fp32, and this run holds it in int8, made of fp32"
-    assert words in given["console"].getvalue()
+    assert words in based["console"].getvalue()
 
 
-def test_scales_of_an_e4m3_base_are_those_of_the_run(given):
+def test_scales_of_an_e4m3_base_are_those_of_the_run(based):
     """One for each matrix that an fp8 site reads, one for each tile of the others."""
-    given = {**given, "model_dtype": "bf16", "matmul_dtype": "e4m3", "bf16_layers": "mlp.up,mlp.down"}
-    done = trained(given, "lora", "e4m3")
+    based = {**based, "model_dtype": "bf16", "matmul_dtype": "e4m3", "bf16_layers": "mlp.up,mlp.down"}
+    done = trained(based, "lora", "e4m3")
     about = json.loads((done.model_path / BASE).read_text())
     assert about["one_scale"] == ["layers.0.attention.o.weight", "layers.0.attention.qkv.weight"]
     assert about["base_dtype"] == "e4m3" and about["model_dtype"] == "bf16"

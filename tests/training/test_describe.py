@@ -3,9 +3,7 @@
 import io
 import re
 
-import numpy as np
 import pytest
-from tiny_runs import write_documents
 
 import llmq
 from llmq.errors import MemoryLimitError, UsageError
@@ -48,20 +46,6 @@ def test_a_quiet_dry_run_is_one_line(given, many):
     given["console"] = io.StringIO()
     llmq.train(**given, dry_run=True, verbosity=-2)
     assert given["console"].getvalue() == ""
-
-
-def test_a_plan_of_padding_is_a_warning(given):
-    """With the sequence length that it names, no document is cut, and it is none."""
-    write_documents("docs", 40, np.random.default_rng(0))
-    del given["eval_file"], given["eval_every_n_steps"], given["seq_len"]
-    given |= {"train_file": "docs.bin", "packing": False, "dry_run": True, "verbosity": -1}
-    llmq.train(**given, seq_len=400)
-    warning, _ = given["console"].getvalue().splitlines()
-    said = "Warning: 96% of the training rows of 400 tokens is padding: --seq-len 32 keeps all documents whole"
-    assert warning == f"{said}, and --packing puts several in a row"
-    given["console"].truncate(0)
-    llmq.train(**{**given, "seq_len": 32})
-    assert "padding" not in given["console"].getvalue()
 
 
 def test_a_dry_run_shows_what_each_level_has_on_the_host(many):

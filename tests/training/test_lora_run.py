@@ -1,10 +1,8 @@
 """Runs with adapters of every method: what they train is what they save, export and continue from."""
 
-import json
-
 import numpy as np
 import pytest
-from adapter_cases import METHODS, VIRTUAL
+from adapter_cases import METHODS, VIRTUAL, adapter_of, config_of
 from safetensors.numpy import load_file, save_file
 from tiny_runs import changed_adapter, on_weights, weights_of
 
@@ -15,21 +13,6 @@ from llmq.files.checkpoint import load
 from llmq.model.config import from_folder
 
 PREFIX = "base_model.model.model.layers.0"
-
-
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a run with adapters on a model with weights."""
-    monkeypatch.chdir(tmp_path)
-    return {**on_weights(tmp_path, times=5), "steps": 6, "warmup": 0}
-
-
-def adapter_of(path):
-    return load_file(path / "adapter_model.safetensors")
-
-
-def config_of(path):
-    return json.loads((path / "adapter_config.json").read_text())
 
 
 LORA = {"lora_rank": 4, "lora_dropout": 0.1}
@@ -65,10 +48,10 @@ SELDOM = ("head", "full", "pissa", "olora", "int8", "nf4", "mxfp4", "fp8")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in LIVES]
 )
-def test_what_is_trained_is_saved_resumed_exported_and_trained_on(given, name):
+def test_what_is_trained_is_saved_resumed_exported_and_trained_on(based, name):
     """A resumed run has the bits of one that was never stopped, and a new one begins where the model is."""
     own, change, says = LIVES[name]
-    options = {**given, **own}
+    options = {**based, **own}
     whole = llmq.train(**options)
     cut = {**options, "out_dir": "cut", "checkpoint_dir": "parts"}
     llmq.train(**{**cut, "steps": 3})
@@ -81,7 +64,7 @@ def test_what_is_trained_is_saved_resumed_exported_and_trained_on(given, name):
     same(parts, whole)
     if name == "fp8":  # whose delayed scales are of the steps before
         return
-    still = {**given, "learning_rate": 0.0, "steps": 1}
+    still = {**based, "learning_rate": 0.0, "steps": 1}
     again = llmq.train(**{**still, "name": "again", "adapter": str(whole.model_path)})
     if is_taken_out := "lora_init" in own:
         assert again.eval_loss == pytest.approx(whole.eval_loss, rel=1e-5)
@@ -103,9 +86,9 @@ def same(one, other):
     assert found.keys() == right.keys() and all(np.array_equal(value, right[name]) for name, value in found.items())
 
 
-def test_a_run_trains_saves_and_exports_an_adapter(given):
-    done = llmq.train(**given, **LORA, lora_targets="q_proj,v_proj,mlp", lora_bias="all")
-    said = given["console"].getvalue()
+def test_a_run_trains_saves_and_exports_an_adapter(based):
+    done = llmq.train(**based, **LORA, lora_targets="q_proj,v_proj,mlp", lora_bias="all")
+    said = based["console"].getvalue()
     assert "Adapters of rank 4 on 5 linear maps with biases: 2," in said
     config = config_of(done.model_path)
     assert config["base_model_name_or_path"] == "base" and (config["r"], config["lora_alpha"]) == (4, 8)
@@ -131,9 +114,9 @@ def test_a_run_trains_saves_and_exports_an_adapter(given):
     assert {"layers.0.attention.qkv.lora_a", "layers.0.attention.qkv.bias"} <= held
 
 
-def test_modules_in_full_and_ranks_by_pattern_are_exported(given):
-    first = llmq.train(**given, **LORA, **PATTERNS, train_also="lm_head,model.norm", lora_plus_ratio=4)
-    assert "Adapters of ranks 2 to 4 on 4 linear maps, beside 2 parameters in full: " in given["console"].getvalue()
+def test_modules_in_full_and_ranks_by_pattern_are_exported(based):
+    first = llmq.train(**based, **LORA, **PATTERNS, train_also="lm_head,model.norm", lora_plus_ratio=4)
+    assert "Adapters of ranks 2 to 4 on 4 linear maps, beside 2 parameters in full: " in based["console"].getvalue()
     config, found = config_of(first.model_path), adapter_of(first.model_path)
     assert config["modules_to_save"] == ["model.embed_tokens", "model.norm"] and config["ensure_weight_tying"]
     assert found["base_model.model.lm_head.weight"].shape[1] == 48
@@ -146,9 +129,9 @@ def test_modules_in_full_and_ranks_by_pattern_are_exported(given):
     assert {name.rpartition(".")[2]: v for name, v in config["alpha_pattern"].items()} == {"o_proj": 1}
 
 
-def test_magnitudes_begin_as_norms_and_are_exported(given):
-    whole = llmq.train(**given, **LIVES["dora"][0])
-    assert "Adapters with magnitudes of rank 4 on 5 linear maps: " in given["console"].getvalue()
+def test_magnitudes_begin_as_norms_and_are_exported(based):
+    whole = llmq.train(**based, **LIVES["dora"][0])
+    assert "Adapters with magnitudes of rank 4 on 5 linear maps: " in based["console"].getvalue()
     found = adapter_of(whole.model_path)
     base = load_file("base/model.safetensors")
     for module in ("self_attn.q_proj", "mlp.down_proj"):
@@ -160,18 +143,18 @@ def test_magnitudes_begin_as_norms_and_are_exported(given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(given, init):
+def test_an_adapter_that_is_taken_out_of_the_weights_fits_them_when_it_is_exported(based, init):
     """It has twice the rank."""
-    whole = llmq.train(**given, **LIVES[init][0])
+    whole = llmq.train(**based, **LIVES[init][0])
     found, config = adapter_of(whole.model_path), config_of(whole.model_path)
     assert (config["r"], config["lora_alpha"], config["init_lora_weights"]) == (8, 16, True)
     assert found[f"{PREFIX}.self_attn.v_proj.lora_A.weight"].shape == (4, 48)
     assert found[f"{PREFIX}.mlp.down_proj.lora_B.weight"].shape == (48, 8)
 
 
-def test_gains_are_exported(given):
-    whole = llmq.train(**given, **LIVES["ia3"][0])
-    assert "Gains (IA3) on 3 linear maps: 160 of" in given["console"].getvalue()
+def test_gains_are_exported(based):
+    whole = llmq.train(**based, **LIVES["ia3"][0])
+    assert "Gains (IA3) on 3 linear maps: 160 of" in based["console"].getvalue()
     found, config = adapter_of(whole.model_path), config_of(whole.model_path)
     assert {name.removeprefix(PREFIX): value.shape for name, value in found.items()} == {
         ".self_attn.k_proj.ia3_l": (24, 1),
@@ -194,9 +177,9 @@ def test_gains_are_exported(given):
         ({"ia3": "all,lm_head"}, r"--ia3 keeps what a map computes .* leave lm_head out of --ia3"),
     ],
 )
-def test_a_head_that_cannot_be_adapted_is_refused(given, own, says):
+def test_a_head_that_cannot_be_adapted_is_refused(based, own, says):
     with pytest.raises(UsageError, match=says):
-        llmq.train(**given, **own, **({} if "ia3" in own else {"lora_targets": "all,lm_head"}))
+        llmq.train(**based, **own, **({} if "ia3" in own else {"lora_targets": "all,lm_head"}))
 
 
 UP, MODULE = f"{PREFIX}.mlp.up_proj", r"model\.layers\.0\.mlp\.up_proj"
@@ -208,10 +191,10 @@ def fitting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fitting")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        given = {**on_weights(folder, times=5), "steps": 3, "warmup": 0}
+        based = {**on_weights(folder, times=5), "steps": 3, "warmup": 0}
         methods = {**METHODS, "ia3": {"ia3": "q_proj,up_proj"}}
         names = ("lora", "ia3", "adalora", *VIRTUAL)
-        paths = {name: folder / llmq.train(**{**given, **methods[name], "name": name}).model_path for name in names}
+        paths = {name: folder / llmq.train(**{**based, **methods[name], "name": name}).model_path for name in names}
     return from_folder(folder / "base"), paths
 
 
@@ -279,11 +262,11 @@ def test_an_adapter_that_does_not_fit_is_refused(fitting, tmp_path, method, chan
 
 @pytest.mark.quick("own1")
 @pytest.mark.parametrize("own", [LORA, {"train_only": "*.bias"}])
-def test_a_run_on_another_base_is_not_continued(given, own):
+def test_a_run_on_another_base_is_not_continued(based, own):
     """Which has the same tensors, but for the numbers of one; the same ones in other files are no other base."""
-    options = {**given, **own, "steps": 1}
+    options = {**based, **own, "steps": 1}
     llmq.train(**options)
-    path = f"{given['model']}/model.safetensors"
+    path = f"{based['model']}/model.safetensors"
     tensors = load_file(path)
     save_file(dict(reversed(tensors.items())), path, {"written": "again"})
     llmq.train(**{**options, "steps": 2, "continue": True, "overwrite": True})
@@ -293,9 +276,9 @@ def test_a_run_on_another_base_is_not_continued(given, own):
         llmq.train(**{**options, "steps": 3, "continue": True, "overwrite": True})
 
 
-def test_a_run_that_trains_biases_leaves_a_whole_model(given):
-    whole = llmq.train(**given, train_only="*.bias")
-    assert "A part of the model: 96 of" in given["console"].getvalue()
+def test_a_run_that_trains_biases_leaves_a_whole_model(based):
+    whole = llmq.train(**based, train_only="*.bias")
+    assert "A part of the model: 96 of" in based["console"].getvalue()
     base, found = (load_file(f"{folder}/model.safetensors") for folder in ("base", whole.model_path))
     changed = {name for name, value in base.items() if not np.array_equal(value, found[name])}
     assert changed == {name for name in base if name.endswith("bias")} and base.keys() == found.keys()

@@ -51,37 +51,20 @@ def test_a_checkpoint_of_other_rows_is_refused(given):
         llmq.train(**{**given, "continue": "auto", "packing": None, "steps": 9, "overwrite": True})
 
 
-@pytest.fixture
-def large(given):
-    """A run on 16 rows of 8192 tokens, one filled by a document and others by many, planned for an H200."""
-    with TokenWriter("long.bin", vocab_size=97) as file:
-        for _ in range(50):
-            for length in (8192, *[1000] * 16):
-                file.append(np.ones(length, np.int32), stops=[length])
-    return {
-        **given,
-        "model": "Qwen2.5-0.5B",
-        "model_dtype": "bf16",
-        "batch_size": 16,
-        "seq_len": 8192,
-        "train_file": "long.bin",
-        "eval_file": None,
-        "eval_every_n_steps": 0,
-        "recompute_block": True,
-        "dry_run": True,
-        "device": "cuda",
-        "gpu": "H200",
-    }
-
-
 @pytest.mark.slow
-def test_what_fits_dense_fits_packed(large):
-    """Whole, attention's workspace would be 8 times that of dense rows, as a row has 8 places of 8192 tokens."""
-    llmq.train(**{**large, "packing": None})
-    assert "chunks of the batch" not in large["console"].getvalue()
-    llmq.train(**large)
-    said = large["console"].getvalue()
-    chunks = int(said.split("Attention's backward runs in ")[1].split()[0])
+def test_what_fits_dense_fits_packed(given):
+    """On an H200, 16 rows of 8192 tokens, one filled by a document and others by many: whole, attention's workspace
+    would be 8 times that of dense rows, as a row has 8 places of 8192 tokens."""
+    with TokenWriter("long.bin", vocab_size=97) as file:
+        for length in (8192, *[1000] * 16) * 50:
+            file.append(np.ones(length, np.int32), stops=[length])
+    given |= {"model": "Qwen2.5-0.5B", "model_dtype": "bf16", "batch_size": 16, "seq_len": 8192, "dry_run": True}
+    given |= {"train_file": "long.bin", "eval_file": None, "eval_every_n_steps": 0, "recompute_block": True}
+    given |= {"device": "cuda", "gpu": "H200"}
+    llmq.train(**{**given, "packing": None})
+    assert "chunks of the batch" not in given["console"].getvalue()
+    llmq.train(**given)
+    chunks = int(given["console"].getvalue().split("Attention's backward runs in ")[1].split()[0])
     assert 1 < chunks < 16
     with pytest.raises(MemoryLimitError, match=r"\n1 .* 0 bytes  --attn-bwd-chunks 2\n"):
-        llmq.train(**large, attn_bwd_chunks=1)
+        llmq.train(**given, attn_bwd_chunks=1)

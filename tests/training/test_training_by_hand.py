@@ -1,8 +1,5 @@
 """The training loop against its parts put together by hand: what is trained on, at which rate, with which constants."""
 
-import io
-import json
-
 import numpy as np
 import pytest
 from sample_files import write_tokens
@@ -15,7 +12,6 @@ from llmq.data.batches.rows import sample_order
 from llmq.engine.engine import Engine
 from llmq.files.checkpoint import load
 from llmq.files.source import ModelSource, open_parameters
-from llmq.model.config import to_hf
 from llmq.model.optimizer import Hyperparameters
 from llmq.optimizers.adamw import AdamW
 from llmq.plan.memory import Memory
@@ -48,18 +44,9 @@ def windows_of(path):
 
 
 @pytest.mark.parametrize("matmul", FP8)
-def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
-    monkeypatch.chdir(tmp_path)
-    mask = token_files(tmp_path)
-    config = tiny(num_layers=1)
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(config, "fp32")))
-    records = []
-    result = llmq.train(
-        model=str(tmp_path / "source"),
-        from_scratch=True,
-        train_file="train.bin",
-        eval_file="eval.bin",
+def test_a_run_is_its_parts_put_together(given, tmp_path, matmul):
+    mask, config, records = token_files(tmp_path), tiny(num_layers=1), []
+    own = dict(
         model_dtype="bf16",
         matmul_dtype=matmul,
         **FP8[matmul],
@@ -83,9 +70,8 @@ def test_a_run_is_its_parts_put_together(tmp_path, monkeypatch, matmul):
         z_loss=ADDED.z_loss,
         seed=SEED,
         eval_every_n_steps=STEPS,
-        watch=records.append,
-        console=io.StringIO(),
     )
+    result = llmq.train(**{**given, **own}, watch=records.append)
 
     dtypes = Precision("bf16", matmul, "e5m2", "delayed", m="bf16", v="fp32", master="fp32", grad="fp32")
     plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED, regularization=ADDED))

@@ -164,13 +164,14 @@ def test_a_rank_with_other_options_is_refused_by_all(given, changes, said):
     assert sorted(refused) == [0, 1, 2]
 
 
-def test_a_single_rank_knows_what_started_it(monkeypatch):
+@pytest.mark.parametrize(("kind", "restarts"), [("llmq-launch", True), ("--gpus", True), ("another", False)])
+def test_a_single_rank_knows_what_started_it_and_whether_that_does_so_again(monkeypatch, kind, restarts):
     start = ("llmq-launch", "--procs=1", "--")
-    place = Place(0, 1, 0, 1, "127.0.0.1", 7, "token", "llmq-launch", start=start, again=True)
+    place = Place(0, 1, 0, 1, "127.0.0.1", 7, "token", kind, start=start, again=True)
     for name, value in place.environ().items():
         monkeypatch.setenv(name, value)
     with joined(Options.parse({"model": "m", "train_file": "t.bin"})) as ranks:
-        assert (ranks.size, ranks.start, ranks.again, ranks.can_restart) == (1, start, True, True)
+        assert (ranks.size, ranks.start, ranks.again, ranks.can_restart) == (1, start, True, restarts)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from tiny_runs import on_weights, write_documents
+from adapter_cases import adapter_of
+from tiny_runs import write_documents
 
 import llmq
 from llmq.generation.prompts import read_questions
@@ -19,21 +19,10 @@ SHAPES = {"prompt_tuning": (COUNT, C), "prefix_tuning": (COUNT, 2 * KV)}
 METHODS = pytest.mark.parametrize("method", SHAPES)
 
 
-@pytest.fixture
-def given(tmp_path, monkeypatch):
-    """Options of a run on a model with weights."""
-    monkeypatch.chdir(tmp_path)
-    return {**on_weights(tmp_path, times=5), "steps": 6, "warmup": 0}
-
-
-def adapter_of(path):
-    return load_file(path / "adapter_model.safetensors")
-
-
 @METHODS
-def test_they_are_trained_and_exported(given, method):
-    whole = llmq.train(**given, **{method: COUNT})
-    said = given["console"].getvalue()
+def test_they_are_trained_and_exported(based, method):
+    whole = llmq.train(**based, **{method: COUNT})
+    said = based["console"].getvalue()
     kind = "Embeddings" if method == "prompt_tuning" else "Keys and values in every layer"
     number = COUNT * SHAPES[method][1]
     assert f"{kind} of 3 virtual tokens before each document: {number} of" in said
@@ -42,35 +31,35 @@ def test_they_are_trained_and_exported(given, method):
     assert {name: value.shape for name, value in found.items()} == {"prompt_embeddings": SHAPES[method]}
     config = json.loads((whole.model_path / "adapter_config.json").read_text())
     assert (config["peft_type"], config["num_virtual_tokens"]) == (method.upper(), COUNT)
-    assert read_log(whole.log_path).train["tokens"][0] == 4 * (given["seq_len"] - COUNT)
+    assert read_log(whole.log_path).train["tokens"][0] == 4 * (based["seq_len"] - COUNT)
 
 
 @METHODS
-def test_the_loss_of_evaluation_falls(given, method):
+def test_the_loss_of_evaluation_falls(based, method):
     """A prompt of one model that is told nothing else."""
-    options = {**given, method: COUNT, "learning_rate": 3e-2}
+    options = {**based, method: COUNT, "learning_rate": 3e-2}
     begun = llmq.train(**{**options, "steps": 1, "learning_rate": 0.0, "name": "begun"})
     assert llmq.train(**{**options, "steps": 40, "name": "done"}).eval_loss < begun.eval_loss - 0.05
 
 
 @METHODS
-def test_packed_and_padded_rows_have_the_same_evaluation(given, method):
+def test_packed_and_padded_rows_have_the_same_evaluation(based, method):
     rng = np.random.default_rng(1)
     for name, count in (("train", 80), ("eval", 20)):
         write_documents(name, count, rng)
-    options = {**given, method: COUNT, "learning_rate": 0, "steps": 1, "seq_len": 30 + COUNT}
+    options = {**based, method: COUNT, "learning_rate": 0, "steps": 1, "seq_len": 30 + COUNT}
     runs = [{"packing": True}, {"packing": True, "max_docs": 2}, {"packing": False}]
     found = [llmq.train(**{**options, **run, "name": str(n)}) for n, run in enumerate(runs)]
     assert [run.eval_loss for run in found] == pytest.approx([found[0].eval_loss] * 3, rel=1e-6)
-    assert found[0].eval_loss != llmq.train(**{**given, "learning_rate": 0, "steps": 1, "name": "plain"}).eval_loss
+    assert found[0].eval_loss != llmq.train(**{**based, "learning_rate": 0, "steps": 1, "name": "plain"}).eval_loss
     packed, *_ = (read_log(run.log_path).train for run in found)
     assert packed["trained_tokens"][0] < packed["tokens"][0] <= 4 * 30
 
 
 @METHODS
-def test_a_model_writes_with_them_also_while_it_is_trained(given, method):
+def test_a_model_writes_with_them_also_while_it_is_trained(based, method):
     Path("prompts.jsonl").write_text('{"tokens": [5, 17, 3]}\n{"tokens": [9]}\n')
-    options = {**given, method: COUNT, "sample_prompts": "prompts.jsonl", "sample_tokens": 6, "learning_rate": 0.3}
+    options = {**based, method: COUNT, "sample_prompts": "prompts.jsonl", "sample_tokens": 6, "learning_rate": 0.3}
     done = llmq.train(**{**options, "steps": 12})
     questions = read_questions(Path("prompts.jsonl"))
     about = {"max_tokens": 6, "device": "cpu", "dtype": "fp32"}

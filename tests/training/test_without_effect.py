@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 import llmq
-from llmq.comm.environment import Place
 from llmq.options.parse import Options
-from llmq.training.ranks import Ranks, joined
+from llmq.training.ranks import Ranks
 from llmq.training.train import run
 
 GPU = {"device": "cuda", "gpu": "H200", "model_dtype": "bf16"}
@@ -75,28 +74,17 @@ def test_an_option_without_effect_is_a_line(given, options, said):
         {"eval_num_steps": 3, "final_eval": "all"},
         {**NO_EVAL, "eval_every_n_steps": 0},
         {"train_file": None, **NO_EVAL, "eval_num_steps": 3},  # a plan does not know the data
+        {"sample_prompts": "prompts.jsonl", "sample_tokens": 5, "eval_every_n_steps": 7, "eval_file": None},
     ],
 )
 def test_one_with_effect_is_none(given, options):
+    Path("prompts.jsonl").write_text('{"tokens": [1, 2]}\n')
     assert notices(given | options) == []
 
 
-def test_prompts_to_complete_give_evaluations_an_effect(given, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"tokens": [1, 2]}\n')
-    asked = {"sample_prompts": str(prompts), "sample_tokens": 5, "eval_every_n_steps": 7, "eval_file": None}
-    assert notices(given | asked) == []
-
-
-@pytest.mark.parametrize(("launcher", "restarts"), [("llmq-launch", True), ("--gpus", True), ("another", False)])
-def test_only_processes_that_llmq_starts_are_started_again(given, launcher, restarts, monkeypatch):
-    """A rank of one process, as `llmq-launch --procs 1` makes it."""
-    for name, value in Place(0, 1, 0, 1, "127.0.0.1", 1, "t", launcher).environ().items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_process_that_is_not_started_again_says_so(given, restarts):
     console = given.pop("console")
-    options = Options.parse({**given, "restart_failed": 2, "steps": 2})
-    with joined(options) as ranks:
-        assert ranks.can_restart == restarts
-    run(options, console=console, ranks=Ranks(can_restart=restarts))
+    run(Options.parse({**given, "restart_failed": 2, "steps": 2}), console=console, ranks=Ranks(can_restart=restarts))
     assert ("--restart-failed 2 has no effect" in console.getvalue()) != restarts
     assert ("--restart-failed 2 has no effect" in Path("runs/run/log.jsonl").read_text()) != restarts
