@@ -89,12 +89,9 @@ def test_orthogonality_is_the_gradient_of_the_norm(present):
         slope = 4 * (kept_apart(up, present) - kept_apart(down, present)) / (2 * step)
         np.testing.assert_allclose(found[at], slope, rtol=1e-6, atol=1e-7)
     assert np.array_equal(c[:, :4], np.zeros((4, 4))) and np.array_equal(c[:, 8:], np.zeros((4, 4)))
-
-
-def test_what_is_orthogonal_has_no_gradient():
-    targets = np.ones((1, 2), np.int32)
-    (c,) = run("orthogonality", [(3, 3)], np.eye(3), targets, dtype="fp64", weight=WEIGHT, first=0, present=3)
-    assert np.array_equal(c, np.zeros((3, 3)))
+    numbers = {"weight": WEIGHT, "first": 0, "present": 3}
+    (c,) = run("orthogonality", [(3, 3)], np.eye(3), targets, dtype="fp64", **numbers)
+    assert np.array_equal(c, np.zeros((3, 3))), "what is orthogonal has no gradient"
 
 
 def test_importance_is_smoothed_with_its_uncertainty():
@@ -107,12 +104,8 @@ def test_importance_is_smoothed_with_its_uncertainty():
     smoothed = 0.9 * s + 0.1 * now
     np.testing.assert_allclose(found[0], smoothed, rtol=1e-14)
     np.testing.assert_allclose(found[1], 0.6 * u + 0.4 * np.abs(now - smoothed), rtol=1e-13)
-
-
-def test_a_refused_step_is_of_no_importance():
-    s = np.ones((2, 3))
-    found = run("importance", [s.shape, s.shape], s, s, s, s * np.nan, s[0, :1], np.zeros(1), beta_1=0.5, beta_2=0.5)
-    assert all(np.isnan(value).all() for value in found)  # as they were: poisoned
+    refused = run("importance", [s.shape, s.shape], s, u, w, g * np.nan, scale, np.zeros(1), **about)
+    assert all(np.isnan(value).all() for value in refused)  # as they were: poisoned
 
 
 def test_sums_of_rows_of_tiles_and_of_vectors():

@@ -167,36 +167,27 @@ def test_a_gathered_copy_comes_with_the_scales_of_its_tiles():
 
 @SIZES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_sums_on_their_way_are_rounded_at_each_rank(size, dtype):
-    bounds = BOUNDS[size]
-
-    def work(world):
-        x = stored(whole(world.rank), dtype)
-        out = x.chunk(bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank])
-        OPS["reduce_scatter"](over(out, dtype), x, bounds=bounds, world=world)
-        return out.array.astype(np.float32)
-
-    total = round_to(whole(0), dtype).astype(np.float32)
-    for rank in range(1, size):
-        total = round_to(total + round_to(whole(rank), dtype).astype(np.float32), dtype).astype(np.float32)
-    for rank, found in enumerate(run_ranks(size, work)):
-        np.testing.assert_array_equal(found, total[mine(bounds, rank)])
-
-
-@SIZES
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exchanged_pieces_are_added_in_f32_in_the_order_of_ranks(size, dtype):
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_sums_are_rounded_at_each_rank_on_their_way_or_at_the_end_if_pieces_are_exchanged(size, dtype, exchanged):
+    """Both in the order of ranks."""
     bounds = BOUNDS[size]
 
     def work(world):
         x, count = stored(whole(world.rank), dtype), bounds[world.rank + 1] - bounds[world.rank]
-        pieces, own = stored(np.zeros((size - 1, count, K)), dtype), x.chunk(bounds[world.rank], count)
+        own = x.chunk(bounds[world.rank], count)
+        if not exchanged:
+            OPS["reduce_scatter"](over(own, dtype), x, bounds=bounds, world=world)
+            return own.array
+        pieces = stored(np.zeros((size - 1, count, K)), dtype)
         OPS["all_to_all"](over(pieces, dtype), x, bounds=bounds, world=world)
         if count:
             OPS["sum_pieces"](over(own, dtype), own, pieces, rank=world.rank)
         return own.array
 
-    total = sum((round_to(whole(rank), dtype).astype(np.float32) for rank in range(size)), np.float32(0))
+    total = np.float32(0)
+    for rank in range(size):
+        total = total + round_to(whole(rank), dtype).astype(np.float32)
+        total = total if exchanged else round_to(total, dtype).astype(np.float32)
     for rank, found in enumerate(run_ranks(size, work)):
         np.testing.assert_array_equal(found, round_to(total[mine(bounds, rank)], dtype))
 

@@ -58,13 +58,7 @@ def test_padding_and_ignored_tokens_have_no_influence():
         for got, expected in zip(values(case, logits, targets), plain, strict=True):
             np.testing.assert_array_equal(got, expected)
     assert (plain[0][:, ODD.v :] == 0).all()
-
-
-def test_large_logits_do_not_overflow():
-    case = make("cross_entropy", ODD)
-    d_logits, loss = values(case, 1e4 * case.inputs["logits"], dtype="fp32")
-    assert np.isfinite(d_logits).all()
-    assert np.isfinite(loss).all()
+    assert all(np.isfinite(value).all() for value in values(case, 1e4 * case.inputs["logits"], dtype="fp32"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 64, 1000])

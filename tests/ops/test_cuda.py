@@ -19,7 +19,7 @@ from llmq.ops.cuda import embedding, launch
 from llmq.ops.cuda.attention import attention_kernels
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.reference import OPS
-from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles
+from llmq.tensor import COLSUM, Form, num_norm_tiles
 
 from .build import output, tensor
 from .cases import Case, Sizes, make
@@ -559,15 +559,6 @@ def test_scratch_that_is_too_small_is_not_used():
     for given, size in ((None, 0), (device.scratch[:-4], device.scratch.nbytes - 4)):
         with pytest.raises(AssertionError, match=f"{device.scratch.nbytes} bytes of scratch .* {size} were given"):
             cuda.OPS[case.op](*handles, scratch=given)
-
-
-def test_fp64_is_refused_with_the_way_out():
-    from llmq.errors import UsageError
-    from llmq.ops.cuda.launch import type_of
-
-    with pytest.raises(UsageError, match="--device cpu"):
-        type_of(Tensor("res", np.zeros(8), (8,)))
-    assert DTYPES["fp64"] == np.float64
 
 
 @gpu

@@ -181,10 +181,8 @@ def test_temperature_zero_takes_the_first_of_the_largest():
         ({"top_p": 0.45}, {0, 1, 2}),
         ({"top_p": 0.85}, {0, 1, 2, 3}),
         ({"min_p": 0.45}, {0, 1, 2}),
-        (
-            {"top_k": 3, "top_p": 0.4, "min_p": 0.01},
-            {0},
-        ),  # 0.4 of the 0.8 that top-k leaves, of which the first has half
+        # 0.4 of the 0.8 that top-k leaves, of which the first has half
+        ({"top_k": 3, "top_p": 0.4, "min_p": 0.01}, {0}),
     ],
 )
 def test_the_cuts_leave_the_most_likely(cuts, left):

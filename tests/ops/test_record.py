@@ -1,4 +1,4 @@
-"""The recorder notes what is written and read, in which phase, and on which lane."""
+"""The recorder notes what is written and read, and in which phase."""
 
 import copy
 
@@ -42,14 +42,6 @@ def test_phases_of_a_program_are_noted_in_one_list():
     for ops in (forward, Replay(backward), backward, Replay(forward), Recorder(phase="update")):
         ops.swiglu_forward(ref("act"), ref("gate_up"))
     assert [call.phase for call in forward.calls] == ["forward", "replay", "backward", "replay"]
-
-
-def test_a_call_is_on_the_lane_of_its_op():
-    ops = Recorder()
-    ops.swiglu_forward(ref("act"), ref("gate_up"))
-    ops.copy_to_host(ref("there", home="host"), ref("act"))
-    assert [call.lane for call in ops.calls] == ["main", "to_host"]
-    assert not any(call.waits for call in ops.calls)
 
 
 def test_what_is_written_has_a_ref_for_each_wanted_form():

@@ -1,5 +1,7 @@
 """Laws that every op keeps: precision, poisoned outputs, unwanted outputs, accumulation, shared memory, forms."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,19 +15,10 @@ from .cases import CASES, LARGE, ODD, make
 
 SIZES = pytest.mark.parametrize("size", [ODD, LARGE], ids=["odd", "large"])
 EVERY_OP = pytest.mark.parametrize("op", OPS)
-ACCUMULATED = [
-    ("embedding_backward", "d_weight"),
-    ("rmsnorm_backward", "d_weight"),
-    ("qk_norm_backward", "d_q_weight"),
-    ("qk_norm_backward", "d_k_weight"),
-    ("linear_wgrad", "d_weight"),
-    ("low_rank_backward", "d_up"),
-    ("bias_backward", "d_bias"),
-    ("loss_sum", "loss_total"),
-    ("loss_sum", "num_tokens"),
-    ("sum_pieces", "out"),
-    ("virtual_tokens_backward", "d_virtual"),
-]
+ACCUMULATED = [(op, "d_weight") for op in ("embedding_backward", "rmsnorm_backward", "linear_wgrad")]
+ACCUMULATED += [("qk_norm_backward", "d_q_weight"), ("qk_norm_backward", "d_k_weight"), ("low_rank_backward", "d_up")]
+ACCUMULATED += [("bias_backward", "d_bias"), ("loss_sum", "loss_total"), ("loss_sum", "num_tokens")]
+ACCUMULATED += [("sum_pieces", "out"), ("virtual_tokens_backward", "d_virtual")]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
 SHARED += [("sgd", f"new_{name}", name) for name in ("master", "m")]
@@ -117,12 +110,7 @@ def test_inputs_are_not_written(op):
     assert {n: x.array.tobytes() for n, x in read.items()} == before
 
 
-FORMS = [
-    Form(dtype, layout, scaling)
-    for dtype in ("e4m3", "e5m2")
-    for layout in ("row", "col")
-    for scaling in ("delayed", "current")
-]
+FORMS = [Form(*about) for about in product(("e4m3", "e5m2"), ("row", "col"), ("delayed", "current"))]
 
 
 @pytest.mark.sample

@@ -21,15 +21,8 @@ from llmq.plan.plan import make_plan, scratch_storage
 from llmq.plan.spec import Regularization, Spec
 
 B, T, VOCAB = 2, 256, 3000
-SHAPE = {
-    "num_layers": 1,
-    "vocab_size": VOCAB,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-}
+SHAPE = {"num_layers": 1, "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512}
+SHAPE |= {"num_heads": 8, "num_kv_heads": 2, "head_dim": 32}
 SMALL = 1 << 20  # bytes below which nothing is held to its plan
 WRITES_IN_SLICES = 2 << 20  # of f32 and bf16, beside a value
 
