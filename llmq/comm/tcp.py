@@ -90,7 +90,7 @@ class TcpWorld:
             rank, reason = lost.args
             why = f"rank {rank} has ended, and rank {self.rank} waits for it ({reason})"
             raise self._ended(self.membership.lost_within(LOST_S) or why) from lost
-        except _OutOfStep as error:
+        except WorldError as error:
             raise self._ended(f"{error}: the ranks make different calls") from error
         except BaseException:  # half of an array may be on its way
             self._ended("an exchange with the other ranks was interrupted")
@@ -138,10 +138,6 @@ class _PeerLost(Exception):
     """A rank, and why its connection is lost."""
 
 
-class _OutOfStep(Exception):
-    """What a rank sends is not what this one expects."""
-
-
 class _Peer:
     """What is still to be sent to a rank and received from it in one exchange. An array of no bytes is not sent."""
 
@@ -175,11 +171,11 @@ class _Peer:
             raise _PeerLost(self.rank, str(error)) from error
 
     def _check(self) -> None:
-        """_OutOfStep if the header is here and is not as expected."""
+        """WorldError if the header is here and is not as expected."""
         if len(self.receiving) < 2 and (found := HEADER.unpack(self._header)) != self._right:
             (number, length), (my_number, my_length) = found, self._right
             sends, expects = f"{length} bytes in exchange {number}", f"{my_length} in exchange {my_number}"
-            raise _OutOfStep(f"rank {self.rank} sends {sends}, and {expects} are expected")
+            raise WorldError(f"rank {self.rank} sends {sends}, and {expects} are expected")
 
 
 def _move(peers: list[_Peer]) -> None:

@@ -237,11 +237,8 @@ def _listening(host: str, port: int) -> socket.socket:
     Only a `host` that is plainly this machine (localhost, 127.0.0.1, ::1) limits who can connect. Any other name is how
     others call this machine, which itself may know it as 127.0.1.1 (Debian) or not at all (behind NAT).
     """
-    if host in ("localhost", "127.0.0.1"):
-        return socket.create_server(("127.0.0.1", port), backlog=1024)
-    if host == "::1":
-        return socket.create_server((host, port), family=socket.AF_INET6, backlog=1024)
-    if socket.has_dualstack_ipv6():
+    own = "127.0.0.1" if host == "localhost" else host if host in ("127.0.0.1", "::1") else ""
+    if not own and socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 is built in but switched off
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=1024)
+    return socket.create_server((own, port), family=socket.AF_INET6 if ":" in own else socket.AF_INET, backlog=1024)

@@ -120,26 +120,12 @@ NO_COPIES = Copying(False, False)
 def join_world(place: Place | None, device: Device, copying: Copying = NO_COPIES) -> World:
     """The world of this rank, once all ranks have come. WorldError, which names those that have not, if they do not.
 
-    That of the host is one of sockets. GPUs have NCCL's beside it, on the current device, and copy engines for what
-    `copying` says, on which a UsageError is as `NcclWorld` has it.
+    That of the host is one of sockets. Rank 0 keeps the store where ranks meet, unless the launcher does. GPUs have
+    NCCL's beside it, on the current device, and copy engines for what `copying` says, on which a UsageError is as
+    `NcclWorld` has it.
     """
     if place is None or place.size == 1:
         return OneRank()
-    host = _host_world(place)
-    if device.kind == "cpu":
-        return host
-    from llmq.comm.nccl import NcclWorld
-
-    return NcclWorld(host, copying)
-
-
-def copied_in_words(world: World) -> str:
-    """What copy engines move, which may have been chosen by timing; empty if nothing."""
-    return getattr(world, "copies", NO_COPIES).in_words
-
-
-def _host_world(place: Place) -> World:
-    """The world for what is in host memory. Rank 0 keeps the store where ranks meet, unless the launcher does."""
     from llmq.comm.store import StoreServer
     from llmq.comm.tcp import TcpWorld
 
@@ -153,11 +139,21 @@ def _host_world(place: Place) -> World:
     if by_mpi:
         address, port, token = of_first_rank([address, port, token])
     try:
-        return TcpWorld(address, port, place.rank, place.size, token, place.join_s)
+        host = TcpWorld(address, port, place.rank, place.size, token, place.join_s)
     except WorldError as error:
         if place.token is None and not by_mpi and place.local_size != place.size:
             raise WorldError(f"{error}; {NO_SHARED_HOME}") from error
         raise
+    if device.kind == "cpu":
+        return host
+    from llmq.comm.nccl import NcclWorld
+
+    return NcclWorld(host, copying)
+
+
+def copied_in_words(world: World) -> str:
+    """What copy engines move, which may have been chosen by timing; empty if nothing."""
+    return getattr(world, "copies", NO_COPIES).in_words
 
 
 def of_first_rank(message: list[Any]) -> list[Any]:

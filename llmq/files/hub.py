@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from llmq.disk import free_bytes
 from llmq.errors import DataError, StorageError, UsageError
@@ -23,7 +23,7 @@ from llmq.files.tensor_files import INDEX, WEIGHTS, index_files, other_weights, 
 from llmq.model.config import from_folder
 
 CONFIG_FILES = ("config.json", "generation_config.json")
-KINDS = ("model", "config", "tokenizer")
+Kind = Literal["model", "config", "tokenizer"]
 SPACE_LEFT = 100 << 20  # bytes to leave free on the cache's disk
 TIMEOUT_S = 30
 AGAIN = "run the same command again, complete files are kept"
@@ -37,7 +37,7 @@ class HubUnreachable(DataError):
 
 
 def model_folder(
-    name: str, revision: str | None = None, kind: str = "model", say: Callable[[str], None] = lambda text: None
+    name: str, revision: str | None = None, kind: Kind = "model", say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """The folder of a model: `name` is a folder, or ORG/NAME on the Hub at `revision` (default: main).
 
@@ -46,7 +46,6 @@ def model_folder(
     reached, a complete copy in the cache is taken, and `say` gets a notice of it. DataError where the model is
     absent, gated, unusable or cut off; StorageError where the disk is too full; UsageError for an impossible name.
     """
-    assert kind in KINDS
     local = Path(os.path.expanduser(name))
     if os.path.isdir(local):
         if revision is not None:
@@ -101,7 +100,7 @@ def _check_tokenizer(name: str, files: Iterable[str]) -> None:
     )
 
 
-def _cached(name: str, revision: str, kind: str) -> Path:
+def _cached(name: str, revision: str, kind: Kind) -> Path:
     """The folder in the cache, if it is complete; DataError where it is not."""
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -130,7 +129,7 @@ def _matches(folder: Path, pattern: str) -> list[str]:
         return []
 
 
-def _downloaded(name: str, revision: str, kind: str) -> Path:
+def _downloaded(name: str, revision: str, kind: Kind) -> Path:
     """The folder in the cache, downloaded as far as it is not there."""
     from huggingface_hub import HfApi
 
@@ -148,10 +147,9 @@ def _downloaded(name: str, revision: str, kind: str) -> Path:
         raise DataError(f"{name} has no config.json: it is {what}")
     if kind == "model" and WEIGHTS not in sizes and INDEX not in sizes:
         raise DataError(f"{name} has no {WEIGHTS} or {INDEX}{other_weights(sizes)}")
-    wanted = [*CONFIG_FILES, *TOKENIZER_FILES, *([INDEX] if kind == "model" and WEIGHTS not in sizes else [])]
+    names = (TOKENIZER_FILES, CONFIG_FILES) if kind == "tokenizer" else (CONFIG_FILES, TOKENIZER_FILES)
+    wanted = [*names[0], *names[1], *([INDEX] if kind == "model" and WEIGHTS not in sizes else [])]
     small = [file for file in wanted if file in sizes] + [file for file in sizes if _TEMPLATE.fullmatch(file)]
-    if kind == "tokenizer":
-        small.sort(key=lambda file: file != "tokenizer.json")
     # The first file is requested by the revision's name, so that the cache records its commit.
     folder = fetch(name, revision, small[:1], sizes)
     if folder.name != info.sha:

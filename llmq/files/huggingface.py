@@ -164,8 +164,15 @@ class Export:
         return self.folder
 
     def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
-        """Weights and configs into a new folder."""
-        _write_weights(folder, self, read)
+        """Weights, in one file or numbered shards with their index, and configs into a new folder."""
+        files = cut(_pieces(self.rows, self.dtype), self.shard_bytes)
+        names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
+        names = names if len(files) > 1 else [tensor_files.WEIGHTS]
+        write_files(folder, zip(names, files, strict=True), _slices(self.rows, read, self.dtype))
+        if len(files) > 1:
+            total = export_bytes(self.rows, self.dtype)
+            weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
+            write_json(folder / tensor_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         written = to_hf(self.config, self.dtype)
         ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "config.json", written)
@@ -316,18 +323,6 @@ def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]
                 limit = f"{np.abs(piece.astype(np.float32)).max():g}, beyond fp16's 65504"
                 raise UsageError(f"{part.name} has a value of magnitude {limit}: use --export-dtype bf16 or fp32")
             yield stored
-
-
-def _write_weights(folder: Path, export: Export, read: Callable[[Row], np.ndarray]) -> None:
-    """One model.safetensors, or numbered shards with their index."""
-    files = cut(_pieces(export.rows, export.dtype), export.shard_bytes)
-    names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-    names = names if len(files) > 1 else [tensor_files.WEIGHTS]
-    write_files(folder, zip(names, files, strict=True), _slices(export.rows, read, export.dtype))
-    if len(files) > 1:
-        total = sum(piece.num_bytes for pieces in files for piece in pieces)
-        weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
-        write_json(folder / tensor_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_tensors(path: Path, rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) -> None:

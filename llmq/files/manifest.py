@@ -68,6 +68,29 @@ class CheckpointManifest:
     state: dict[str, Any]
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """ValueError unless slices lie within their files and tensors, and those of a tensor fill it exactly once."""
+        sizes = {shard.name: shard.num_bytes for shard in self.files}
+        if len(sizes) != len(self.files):
+            raise ValueError("two files have one name")
+        if foreign := [name for name in sizes if not re.fullmatch(PLAIN_NAME, name)]:
+            raise ValueError(f"{foreign[0]!r} is not the name of a safetensors file in that folder")
+        for name, whole in self.tensors.items():
+            if whole.dtype not in OUR_NAMES:
+                raise ValueError(f"{name} has the dtype {whole.dtype!r}, which is not known")
+            itemsize, filled = DTYPES[OUR_NAMES[whole.dtype]].itemsize, 0
+            for number, part in enumerate(whole.slices):
+                ends = [at + count for at, count in zip(part.start, part.shape, strict=True)]
+                if any(end > size for end, size in zip(ends, whole.shape, strict=True)):
+                    raise ValueError(f"a slice of {name} is not within its shape {list(whole.shape)}")
+                if part.at + math.prod(part.shape) * itemsize > sizes.get(part.file, -1):
+                    raise ValueError(f"a slice of {name} is not within its file {part.file}")
+                if any(_overlap(part, other) for other in whole.slices[:number]):
+                    raise ValueError(f"two slices of {name} overlap")
+                filled += math.prod(part.shape)
+            if filled != math.prod(whole.shape) or not whole.slices:
+                raise ValueError(f"the slices of {name} do not fill its shape {list(whole.shape)}")
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its files."""
@@ -137,7 +160,6 @@ def sound(path: Path) -> CheckpointManifest | None:
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Writes it into the folder of a checkpoint whose other files are complete. OSError."""
-    _check_slices(manifest)
     record = {"schema": SCHEMA, "version": llmq.__version__, **asdict(manifest)}
     record["sha256"] = hashlib.sha256(canonical(record)).hexdigest()
     with new_file(folder / MANIFEST) as file:
@@ -157,7 +179,6 @@ def read_manifest(path: Path) -> CheckpointManifest:
         if record["schema"] != SCHEMA:
             raise UsageError(f"{file} has schema {record['schema']}, this llmq reads {SCHEMA}: update llmq")
         manifest = _MANIFEST.validate_python(record)
-        _check_slices(manifest)
     except OSError as error:
         raise DataError(f"the checkpoint {path} cannot be read: {error.strerror or error}: {file}") from error
     except ValidationError as error:
@@ -177,30 +198,6 @@ def read_manifest(path: Path) -> CheckpointManifest:
 def canonical(value: object) -> bytes:
     """One spelling of a JSON value, whatever the order of its keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _check_slices(manifest: CheckpointManifest) -> None:
-    """ValueError unless every slice lies within its file and tensor, and each tensor's slices fill it exactly once."""
-    sizes = {shard.name: shard.num_bytes for shard in manifest.files}
-    if len(sizes) != len(manifest.files):
-        raise ValueError("two files have one name")
-    if foreign := [name for name in sizes if not re.fullmatch(PLAIN_NAME, name)]:
-        raise ValueError(f"{foreign[0]!r} is not the name of a safetensors file in that folder")
-    for name, whole in manifest.tensors.items():
-        if whole.dtype not in OUR_NAMES:
-            raise ValueError(f"{name} has the dtype {whole.dtype!r}, which is not known")
-        itemsize, filled = DTYPES[OUR_NAMES[whole.dtype]].itemsize, 0
-        for number, part in enumerate(whole.slices):
-            ends = [at + count for at, count in zip(part.start, part.shape, strict=True)]
-            if any(end > size for end, size in zip(ends, whole.shape, strict=True)):
-                raise ValueError(f"a slice of {name} is not within its shape {list(whole.shape)}")
-            if part.at + math.prod(part.shape) * itemsize > sizes.get(part.file, -1):
-                raise ValueError(f"a slice of {name} is not within its file {part.file}")
-            if any(_overlap(part, other) for other in whole.slices[:number]):
-                raise ValueError(f"two slices of {name} overlap")
-            filled += math.prod(part.shape)
-        if filled != math.prod(whole.shape) or not whole.slices:
-            raise ValueError(f"the slices of {name} do not fill its shape {list(whole.shape)}")
 
 
 def _overlap(one: Placed, other: Placed) -> bool:

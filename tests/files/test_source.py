@@ -10,7 +10,7 @@ import pytest
 from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
 from llmq.files.huggingface import Export
-from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, normal_block, open_parameters, open_source
+from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, drawn_block, open_parameters, open_source
 from llmq.hardware import cores
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
@@ -240,6 +240,6 @@ def test_padding_and_blocks_do_not_change_a_value():
     value = drawn(SCRATCH, plain, 1)
     np.testing.assert_array_equal(drawn(SCRATCH, padded, 1)[:rows_of], value)
     assert not drawn(SCRATCH, padded, 1)[rows_of:].any()
-    block = normal_block(1, "embed.weight", 1, 64) * np.float32(INIT_STD)
+    block = drawn_block(1, "embed.weight", 1, 64) * np.float32(INIT_STD)
     np.testing.assert_array_equal(value.ravel()[BLOCK : BLOCK + 64], block)
     assert not np.array_equal(value.ravel()[:64], block)
