@@ -19,7 +19,7 @@ from llmq.tensor import Ref
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from llmq.comm.world import GpuWorld
+    from llmq.comm.nccl import NcclWorld
     from llmq.model.held import Room, Values
     from llmq.ops.record import Call
 
@@ -148,7 +148,7 @@ def open_backend(
         from llmq.backends.cuda import CudaBackend
 
         given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
-        gpus = cast("GpuWorld", world)
+        gpus = cast("NcclWorld", world)
         return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given, world=gpus)
     if device == "planned":
         from llmq.backends.planned import ANY_CARD, PlannedBackend

@@ -28,7 +28,7 @@ from llmq.backends.cuda_memory import (
 )
 from llmq.backends.cuda_room import DeviceRoom
 from llmq.backends.host import set_every
-from llmq.comm.world import ALONE, GpuWorld
+from llmq.comm.world import ALONE, OneRank
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError, UsageError
 from llmq.model.held import HostRoom, Room, Values
@@ -45,6 +45,7 @@ from llmq.screen import Report, counted, unreported
 from llmq.tensor import DTYPES, stored_bytes, stored_dtype, stored_shape
 
 if TYPE_CHECKING:
+    from llmq.comm.nccl import NcclWorld
     from llmq.ops.record import Call
 
 FP8 = (DTYPES["e4m3"], DTYPES["e5m2"])
@@ -244,7 +245,7 @@ class CudaBackend:
         use_graphs: bool = True,
         deterministic: bool = True,
         given: Mapping[str, Any] | None = None,
-        world: GpuWorld = ALONE,
+        world: NcclWorld | OneRank = ALONE,
     ) -> None:
         self._notices: list[str] = []
         self.allocated = ""
@@ -339,7 +340,11 @@ class _Program:
     the main one ends after all of them."""
 
     def __init__(
-        self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool, world: GpuWorld = ALONE
+        self,
+        launches: Sequence[Launch],
+        streams: Mapping[str, Any],
+        use_graphs: bool,
+        world: NcclWorld | OneRank = ALONE,
     ) -> None:
         self._launches, self._use_graphs, self._world = launches, use_graphs, world
         self._groups = list(groups(launches))

@@ -88,9 +88,9 @@ class PeerCopies:
         self._rank, self._size = host.rank, host.size
         self._others = [(self._rank + apart) % self._size for apart in range(1, self._size)]
         self._number = 0  # of groups whose addresses the ranks have told each other
-        self._words, self._peers = 0, dict[int, int]()
+        self._words, self._peers = gpu.words(KINDS * host.size), dict[int, int]()
         self._memory: list[OpenedMemory] = []
-        told = host.gather([machine, *self._tried(self._exported_words)])
+        told = host.gather([machine, *self._tried(lambda: gpu.exported(self._words))])
         problem = "" if len({one[0] for one in told}) == 1 else "the ranks are on several machines"
         problem = problem or next((one[2] for one in told if one[2]), "")
         if not problem:
@@ -98,10 +98,6 @@ class PeerCopies:
             problem = str(next(filter(None, problems), ""))
         if problem:
             raise PeerError(problem)
-
-    def _exported_words(self) -> tuple[str, int]:
-        self._words = self._gpu.words(KINDS * self._size)
-        return self._gpu.exported(self._words)
 
     def _open(self, exported: Sequence[tuple[str, int]]) -> None:
         for rank in self._others:

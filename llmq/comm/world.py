@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,18 +52,6 @@ class World(Protocol):
     def exchange(self, outgoing: Sequence[np.ndarray], incoming: Sequence[np.ndarray]) -> None: ...
     def gather(self, message: Any) -> list[Any]: ...
     def close(self) -> None: ...
-
-
-class GpuWorld(World, Protocol):
-    """A world whose ops are its own: those that a rank calls within a `group` may be made as one.
-
-    `known` is kept by who makes the same group again, with the same addresses: the world notes there what ranks have to
-    tell each other of it. A program that has `captured` collectives in a graph is asked to `forget` it before the ranks
-    part.
-    """
-
-    def group(self, known: dict[str, Any] | None = None) -> AbstractContextManager[None]: ...
-    def captured(self, program: Any) -> None: ...
 
 
 class OneRank:

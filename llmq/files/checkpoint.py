@@ -140,11 +140,11 @@ def find(
     folder = Path(folder)
     there = found(folder)
     if which in (NEWEST, AUTO):
-        if not there and which == AUTO:
+        if there:
+            return _first_sound(there.values(), warn, task, verified)
+        if which == AUTO:
             return None
-        if not there:
-            raise DataError(_none_there(folder))
-        return _first_sound(there.values(), warn, task, verified)
+        raise DataError(_none_there(folder))
     if re.fullmatch(r"[0-9]{1,18}", str(which)):
         step = int(str(which))
         if step not in there:

@@ -73,7 +73,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
             unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
         if tensor.dtype not in tensor_files.FILE_DTYPES:
             unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(tensor_files.FILE_DTYPES)}")
-    if tied and not unfit and not _equal(named, HEAD, EMBEDDING):
+    if tied and not unfit and not _equal(named[HEAD], named[EMBEDDING]):
         problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
     if problems + unfit:
         listed = "\n".join(f"  - {p}" for p in by_kind(problems + unfit, _LAYER))
@@ -81,14 +81,13 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     return stored
 
 
-def _equal(stored: dict[str, Stored], one: str, other: str) -> bool:
+def _equal(one: Stored, other: Stored) -> bool:
     """Whether two stored matrices hold the same numbers, compared in slices."""
-    a, b = stored[one], stored[other]
-    if a.shape != b.shape or a.dtype not in tensor_files.FILE_DTYPES:
+    if one.shape != other.shape or one.dtype not in tensor_files.FILE_DTYPES:
         return False
     pairs = (
-        [tensor_files.read_rows(tensor, *rows).astype(np.float32) for tensor in (a, b)]
-        for rows in tensor_files.chunks(a.shape)
+        [tensor_files.read_rows(tensor, *rows).astype(np.float32) for tensor in (one, other)]
+        for rows in tensor_files.chunks(one.shape)
     )
     return all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
 
@@ -177,25 +176,6 @@ class Export:
         ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "config.json", written)
         write_json(folder / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
-
-
-def open_export(
-    options: ExportOptions,
-    config: ModelConfig,
-    rows: Sequence[Row],
-    tokenizer_folder: Path | None,
-    chat_templates: Mapping[str, str] | None = None,
-    *,
-    replaces: bool = False,
-    default: str | None = None,
-    make: Callable[..., Export] = Export,
-) -> Export:
-    """The export that the options ask for, or that `replaces` what is there; of an adapter if `make` makes that.
-
-    The dtype is `default` unless they say it, and without that the source's.
-    """
-    dtype, overwrite = options.export_dtype or default or config.dtype, options.overwrite or replaces
-    return make(Path(options.out_dir), config, rows, dtype, tokenizer_folder, overwrite, chat_templates)
 
 
 def is_of_run(options: ExportOptions, earlier: Mapping[str, Any]) -> bool:

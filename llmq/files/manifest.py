@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,10 +153,9 @@ def found(folder: Path) -> dict[int, Path]:
 
 def sound(path: Path) -> CheckpointManifest | None:
     """The manifest of a checkpoint, or None if that is damaged at first sight."""
-    try:
+    with suppress(DataError):
         return read_manifest(path)
-    except DataError:
-        return None
+    return None
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:

@@ -123,7 +123,10 @@ def find_source(
             raise UsageError(f"--revision {revision} is for models of the Hub, but {name} is a preset")
         return ModelSource(name, config, None, None, True, init_proj_to_zero, preset_tokenizer(name))
     local = Path(os.path.expanduser(name))
-    _refuse_adapter(local)
+    if (local / ADAPTER_CONFIG).is_file() and not (local / "config.json").exists():
+        base = read_json(local / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
+        is_one = f"{local} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model"
+        raise DataError(f"{is_one}: give {base} with --adapter {local}")
     if is_known(name) and local.is_dir():
         hidden = "model of the Hub" if "/" in name else "preset"
         say(f"--model {name} is the folder {local.absolute()}, not the {hidden} of that name")
@@ -134,16 +137,6 @@ def find_source(
     tokenizer_folder = folder if tokenizer_files(folder) else None
     commit = None if local.is_dir() else revision_of(folder, revision)
     return ModelSource(name, config, folder, tokenizer_folder, from_scratch, init_proj_to_zero, revision=commit)
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """DataError if a local folder holds an adapter without the model that it changes."""
-    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").exists():
-        return
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "its base model"
-    raise DataError(
-        f"{folder} is an adapter of {base} (it has {ADAPTER_CONFIG}), not a model: give {base} with --adapter {folder}"
-    )
 
 
 def open_parameters(source: ModelSource, seed: int) -> Values:

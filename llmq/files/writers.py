@@ -169,10 +169,15 @@ def commit(saving: Saving, parts: Sequence[WrittenPart]) -> Path:
 
     A checkpoint of this step that is there already is replaced. StorageError leaves the earlier ones as they were.
     """
-    folder, tensors, snapshot = saving.path.parent, _joined(parts), saving.snapshot
+    folder, snapshot = saving.path.parent, saving.snapshot
+    tensors: dict[str, WholeTensor] = {}
+    for name, mine in (tensor for part in parts for tensor in part.tensors.items()):
+        before = tensors.setdefault(name, replace(mine, slices=()))
+        assert (before.dtype, before.shape) == (mine.dtype, mine.shape), f"two ranks disagree about {name}"
+        tensors[name] = replace(mine, slices=tuple(sorted((*before.slices, *mine.slices), key=lambda at: at.start)))
     files = tuple(shard for part in parts for shard in part.files)
     with _not_written(folder):
-        number = 1 + max((before.save for path in found(folder).values() if (before := sound(path))), default=0)
+        number = 1 + max((there.save for path in found(folder).values() if (there := sound(path))), default=0)
         state, metrics = dict(snapshot.state), dict(snapshot.metrics)
         write_manifest(saving.hidden, CheckpointManifest(snapshot.step, number, files, tensors, state, metrics))
         disk.replace_folder(saving.path, saving.hidden)
@@ -181,16 +186,6 @@ def commit(saving: Saving, parts: Sequence[WrittenPart]) -> Path:
     except OSError as error:
         raise StorageError(f"{saving.path} is complete, but an older checkpoint cannot be deleted: {error}") from error
     return saving.path
-
-
-def _joined(parts: Sequence[WrittenPart]) -> dict[str, WholeTensor]:
-    """The tensors that the slices of all writers make up."""
-    whole: dict[str, WholeTensor] = {}
-    for name, mine in (tensor for part in parts for tensor in part.tensors.items()):
-        before = whole.setdefault(name, replace(mine, slices=()))
-        assert (before.dtype, before.shape) == (mine.dtype, mine.shape), f"two ranks disagree about {name}"
-        whole[name] = replace(mine, slices=tuple(sorted((*before.slices, *mine.slices), key=lambda at: at.start)))
-    return whole
 
 
 def checkpoint_bytes(pieces: Iterable[Piece]) -> int:

@@ -25,7 +25,7 @@ from llmq.data.chat.template import OWN, open_template
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, UsageError
-from llmq.files.huggingface import Export, open_export, remove_model
+from llmq.files.huggingface import Export, remove_model
 from llmq.files.source import ModelSource, Values
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows, rows_of_file
@@ -116,23 +116,22 @@ def open_exports(
 
     All have the tokenizer and its templates. `model` gives the values of the model's rows as they were before the run.
     """
-    config, adapters = plan.spec.config, plan.spec.adapters
-    about = (trains.tokenizer, trains.templates)
+    config, adapters, flat = plan.spec.config, plan.spec.adapters, options.to_flat()
+    folder, dtype, tokenizer = Path(flat["out_dir"]), flat["export_dtype"], trains.tokenizer
+    how: dict[str, Any] = {"overwrite": flat["overwrite"] or replaces, "chat_templates": trains.templates}
     if not adapters.freezes:
-        return (open_export(options.export, config, rows_of_file(plan.rows), *about, replaces=replaces),)
+        return (Export(folder, config, rows_of_file(plan.rows), dtype or config.dtype, tokenizer, **how),)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     before = None if plan.held_base.is_quantized else model
     found = adapters.file(plan.rows, config, before)
-    make = found.export(source.name, revision)
-    export = open_export(options.export, config, found.rows, *about, replaces=replaces, default="fp32", make=make)
+    export = found.export(source.name, revision)(folder, config, found.rows, dtype or "fp32", tokenizer, **how)
     if not merges(options.adapters):
         return (export,)
     if adapters.unmergeable:
         raise UsageError(f"--merge adds adapters to weights, and this run trains {adapters.unmergeable}: leave it out")
-    config, merged = untied(config, [adapters]), partial(MergedExport, adapters=adapters, held=plan.rows)
-    rows = parameter_rows(config)
-    whole = open_export(options.export, config, rows, *about, replaces=export.overwrite, make=merged)
-    return export, replace(whole, folder=export.folder / MERGED)
+    config = untied(config, [adapters])
+    merged = partial(MergedExport, adapters=adapters, held=plan.rows)
+    return export, merged(folder / MERGED, config, parameter_rows(config), dtype or config.dtype, tokenizer, **how)
 
 
 def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch) -> dict[str, Any]:
