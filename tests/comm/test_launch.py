@@ -102,12 +102,6 @@ def test_clusters_that_are_too_small_or_not_there(run, cluster):
         run(2, "exchange", cluster="127.0.0.1:1")
 
 
-@pytest.mark.slow
-def test_what_rank_0_says_is_not_repeated(run):
-    code, said = run(2, "fail", "0", "3")
-    assert code == 3 and said.count("error: rank 0 cannot") == 1 and "ended with" not in said
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed(run, rank):
@@ -136,6 +130,7 @@ def test_a_group_starts_again(run, tmp_path):
 def test_what_another_start_would_not_mend_ends_the_run(run, code):
     found, said = run(2, "fail", "0", str(code), restarts=3)
     assert found == code and "starting again" not in said
+    assert said.count("error: rank 0 cannot") == 1 and "ended with" not in said  # what rank 0 says is not repeated
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
 """Real processes, one of which is killed, stopped, stuck or fails: the others say so and end with code 6, in time."""
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llmq.comm.environment import Place
 from llmq.comm.membership import Membership
 from llmq.comm.store import Beat, StoreServer
 from llmq.errors import WorldError
@@ -18,15 +21,15 @@ NOWHERE = Path("nowhere")  # where no stacks are written
 RANK = """
     import os, sys, time
     from pathlib import Path
+    from llmq.comm.environment import recognised
     from llmq.comm.store import Beat
-    from llmq.comm.store import StoreServer
-    from llmq.comm.tcp import TcpWorld
-    from llmq.errors import LlmqError, WorldError
+    from llmq.comm.world import join_world
+    from llmq.errors import LlmqError
+    from llmq.hardware.device import CPU
 
-    folder, port, rank, size, patience, trouble, steps, keeps = sys.argv[1:]
-    port, rank, size, steps, keeps = int(port), int(rank), int(size), int(steps), int(keeps)
-    server = StoreServer("127.0.0.1", port, size, "the job's token", 20) if keeps and rank == 0 else None
-    world = TcpWorld("127.0.0.1", port, rank, size, "the job's token", 20)
+    folder, patience, trouble, steps = sys.argv[1:]
+    world = join_world(recognised(os.environ), CPU)
+    rank = world.rank
     at = [0, "", 0]
 
     def work_of_the_stuck():
@@ -38,7 +41,7 @@ RANK = """
         at[1] = ""
 
     def run(world, watch):
-        for at[0] in range(steps):
+        for at[0] in range(int(steps)):
             wait_for(world)
             if at[0] == 3:
                 print("third step", flush=True)
@@ -69,8 +72,6 @@ RANK = """
                 run(world, watch)
         finally:
             world.close()
-            if server:
-                server.close()
     except LlmqError as error:
         print(f"error: {error}", file=sys.stderr)
         status = error.exit_code
@@ -83,15 +84,13 @@ class Ranks:
 
     def __init__(self, folder, trouble, *, patience, size=3, steps=1_000_000, keeps=False):
         self._server = StoreServer("127.0.0.1", 0, size, TOKEN, 60)
-        port = self._server.port
         if keeps:
             self._server.close()
-        command = [sys.executable, "-c", textwrap.dedent(RANK), str(folder), str(port)]
-        tail = [str(size), str(patience), trouble, str(steps), str(int(keeps))]
-        pipe = subprocess.PIPE
-        self.all = [
-            subprocess.Popen([*command, str(rank), *tail], stdout=pipe, stderr=pipe, text=True) for rank in range(size)
-        ]
+        first = Place(0, size, 0, size, "127.0.0.1", self._server.port, TOKEN, "test", has_store=not keeps, join_s=20)
+        command = [sys.executable, "-c", textwrap.dedent(RANK), str(folder), str(patience), trouble, str(steps)]
+        environs = [{**os.environ, **replace(first, rank=rank).environ()} for rank in range(size)]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self.all = [subprocess.Popen(command, env=environ, **streams) for environ in environs]
 
     def __enter__(self):
         return self
@@ -145,13 +144,7 @@ LOST = {
     "stands still": ("stuck", {"patience": 3}, (1, None), 10, "it stands still for 2 s, and others wait for it"),
     "fails": ("fails", {}, (1, None), 15, "rank 1 is lost: it has failed with ValueError: a fault of its own"),
     "leaves": ("leaves", {}, (1, None), 30, "rank 1 has ended, and rank"),  # no verdict: a rank that left is no loss
-    "killed, and a log is stuck": (
-        "the log is stuck",
-        {},
-        (1, signal.SIGKILL),
-        25,
-        "rank 1 is lost: its process has ended",
-    ),
+    "killed, and a log is stuck": ("the log is stuck", {}, (1, signal.SIGKILL), 25, "its process has ended"),
     "killed with the store": ("", KEEPS, (0, signal.SIGKILL), 10, f"{STORE_LOST}its connection has ended"),
     "stopped with the store": ("", {**KEEPS, "patience": 3}, (0, signal.SIGSTOP), 10, f"{STORE_LOST}no answer for 2"),
     "store of a rank": ("", {**KEEPS, "size": 5}, (3, signal.SIGKILL), 15, "rank 3 is lost: its process has ended"),

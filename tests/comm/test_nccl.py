@@ -115,14 +115,10 @@ def test_gathers_are_copied_after_all_else(made):
         assert sent == ["(", ("send", 4), ")"]
         assert copied == ("copied", {1: [(10, MANY)]}, {1: [(30, 5)]}, [(20, 10, MANY)])
     assert world._copies.agreements == 1, "the ranks know where they write"
-
-
-def test_small_gathers_stay_with_nccl(made):
-    world, calls = made(gathers=True)
     with group(world, calls):
         world.broadcast(10, 20, MANY - 2, 0)
         world.broadcast(30, 30, 1, 1)
-    assert [call[0] for call in calls] == ["(", "broadcast", "broadcast", ")"]
+    assert [call[0] for call in calls] == ["(", "broadcast", "broadcast", ")"], "small gathers stay with NCCL"
 
 
 def test_exchanges_are_copied_and_gathers_are_not(made):
@@ -167,14 +163,11 @@ def test_what_is_left_to_timing_is_copied_where_that_is_faster(asked, expected, 
     assert nccl.fastest(OneRank(), asked) == expected
 
 
-@pytest.mark.parametrize(
-    ("copies", "words"),
-    [
-        (Copying(True, False), "weights by copy engines"),
-        (Copying(True, True), "weights and gradients by copy engines"),
-        (Copying(False, False), ""),
-    ],
-)
-def test_a_run_says_what_is_copied(copies, words):
-    assert copied_in_words(SimpleNamespace(copies=copies)) == words
-    assert copied_in_words(OneRank()) == ""
+def test_a_run_says_what_is_copied_and_knows_what_was_asked_for():
+    for copies, words, options in (
+        (Copying(True, None), "weights by copy engines", ("--memcpy-all-gather",)),
+        (Copying(True, True), "weights and gradients by copy engines", ("--memcpy-all-gather", "--memcpy-send-recv")),
+        (Copying(False, False), "", ()),
+    ):
+        assert copied_in_words(SimpleNamespace(copies=copies)) == words and copies.demanded == options
+    assert copied_in_words(OneRank()) == "" and Copying().demanded == ()

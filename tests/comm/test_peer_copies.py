@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from in_process import run_ranks
 
-from llmq.comm import peer_copies
 from llmq.comm.peer_copies import ARRIVED, READY, PeerCopies, PeerError, Transfers
-from llmq.comm.world import NO_COPIES, Copying
 from llmq.errors import WorldError
 
 SPACE = 1 << 20  # addresses of one GPU
@@ -201,27 +199,24 @@ def test_all_ranks_hear_why_one_cannot_copy(closed, machines, message):
     assert run_ranks(2, work) == [True, True]
 
 
-def test_ranks_that_differ_are_told():
-    """In the sizes that they move, and in what they do at all."""
+def sizes(world, copies):
+    found = Transfers(world.rank, 2)
+    found.broadcast(world.rank * SPACE, world.rank * SPACE, 8 + world.rank, 0)
+    copies.agreed(found)
+
+
+def calls(world, copies):
+    if world.rank:
+        world.gather("something else")
+    else:
+        copies.agreed(Transfers(0, 2))
+
+
+@pytest.mark.parametrize(("differ", "message"), [(sizes, "receives other sizes"), (calls, "others do something else")])
+def test_ranks_that_differ_are_told(differ, message):
     memory = np.zeros(2 * SPACE, np.uint8)
-
-    def sizes(world):
-        copies = PeerCopies(world, Gpu(world.rank, memory), "here")
-        found = Transfers(world.rank, 2)
-        found.broadcast(world.rank * SPACE, world.rank * SPACE, 8 + world.rank, 0)
-        copies.agreed(found)
-
-    def calls(world):
-        copies = PeerCopies(world, Gpu(world.rank, memory), "here")
-        if world.rank:
-            world.gather("something else")
-        else:
-            copies.agreed(Transfers(0, 2))
-
-    with pytest.raises(WorldError, match="receives other sizes"):
-        run_ranks(2, sizes)
-    with pytest.raises(WorldError, match="others do something else"):
-        run_ranks(2, calls)
+    with pytest.raises(WorldError, match=message):
+        run_ranks(2, lambda world: differ(world, PeerCopies(world, Gpu(world.rank, memory), "here")))
 
 
 def test_memory_that_cannot_be_reached_any_more_ends_the_run():
@@ -235,10 +230,3 @@ def test_memory_that_cannot_be_reached_any_more_ends_the_run():
 
     with pytest.raises(WorldError, match=r"cannot reach the memory of rank . any more: no way there"):
         run_ranks(2, work)
-
-
-def test_what_was_asked_for_is_known_by_its_options():
-    assert Copying().demanded == NO_COPIES.demanded == ()
-    assert Copying(True, None).demanded == ("--memcpy-all-gather",)
-    assert Copying(True, True).demanded == ("--memcpy-all-gather", "--memcpy-send-recv")
-    assert peer_copies.WORD == 4, "as long as the stream's commands write"

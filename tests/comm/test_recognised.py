@@ -103,26 +103,25 @@ def test_a_random_port_of_torchrun_is_not_followed():
     assert 20_000 <= recognised({**TORCHRUN, "MASTER_PORT": "45123"}).master_port < 32_000
 
 
-def test_variables_without_local_ones_are_those_of_one_rank_per_machine():
-    kubeflow = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    place = recognised(kubeflow)
-    assert (place.rank, place.local_rank, place.local_size) == (5, 0, None)
-
-
-def test_a_site_that_sets_the_variables_of_mpi_for_every_step():
-    assert recognised({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}).kind == "srun"
-
-
-@pytest.mark.parametrize("tasks", ["1", "4"])
-def test_torchrun_within_srun(tasks):
-    """One agent per machine, which starts the ranks."""
-    outer = {**SRUN, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2"}
-    assert recognised({**TORCHRUN, **outer, "SLURM_LOCALID": "0"}).kind == "torchrun"
-
-
 def without(environ, *names):
     """The variables but these."""
     return {name: value for name, value in environ.items() if name not in names}
+
+
+AGENTS = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}  # one per machine
+
+
+@pytest.mark.parametrize(
+    ("environ", "kind", "local_size"),
+    [
+        (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "torchrun", None),  # one rank per machine, by Kubeflow
+        ({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, "srun", 2),  # at a site that sets MPI's for every step
+        *(({**TORCHRUN, **AGENTS, "SLURM_STEP_NUM_TASKS": tasks}, "torchrun", 2) for tasks in "14"),
+    ],
+)
+def test_variables_that_are_fewer_or_of_several_launchers(environ, kind, local_size):
+    place = recognised(environ)
+    assert (place.kind, place.rank, place.local_size) == (kind, 5, local_size)
 
 
 @pytest.mark.parametrize(
@@ -191,21 +190,13 @@ def secret(tmp_path, monkeypatch):
     return tmp_path / "job" / "secret"
 
 
-def test_many_that_begin_together_have_one_secret(secret):
+def test_many_that_begin_together_have_one_secret_that_others_cannot_read(secret):
     with ThreadPoolExecutor(16) as pool:
         tokens = list(pool.map(lambda n: derived_token("slurm 7.0"), range(64)))
     assert len(set(tokens)) == 1 and derived_token("slurm 8.0") not in tokens
     assert secret.stat().st_mode & 0o777 == 0o600 and os.listdir(secret.parent) == ["secret"]
-
-
-def test_another_secret_makes_other_tokens(secret):
-    token = derived_token("slurm 7.0")
     secret.unlink()
-    assert derived_token("slurm 7.0") != token
-
-
-def test_a_secret_that_others_can_read_is_refused(secret):
-    derived_token("slurm 7.0")
+    assert derived_token("slurm 7.0") not in tokens  # of another secret
     secret.chmod(0o640)
     with pytest.raises(UsageError, match="can be read by others: delete it"):
         derived_token("slurm 7.0")

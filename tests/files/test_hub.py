@@ -2,15 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import hub_stand_in
 import numpy as np
 import pytest
-from hub_stand_in import COMMIT, ROOT, Repo, serve
-from small_tokenizers import EOS, byte_level, save
+from hub_stand_in import COMMIT, Repo, serve
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import hub
@@ -18,7 +15,6 @@ from llmq.files.hub import model_folder
 from llmq.files.huggingface import Export
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
-from llmq.model.presets import preset_tokenizer
 
 CONFIG = ModelConfig("LlamaForCausalLM", 100, 64, 96, 2, 4, 2, 16, 1e-5, 64, dtype="fp32", eos_token_ids=(2,))
 DRIVER = """
@@ -202,21 +198,3 @@ def test_local_folders_come_first(tmp_path, monkeypatch):
             model_folder(name)
     with pytest.raises(DataError, match="is a file"):
         model_folder("org/name/tokenizer.json")
-
-
-@pytest.mark.slow
-def test_a_preset_needs_no_more_than_data(server, tmp_path):
-    """One command: the shape is a preset's, and its tokenizer comes from the Hub, which is asked for nothing else."""
-    tokenizer = save(byte_level(), tmp_path / "tokenizer", {"eos_token": EOS})
-    files = {path.name: path.read_bytes() for path in tokenizer.iterdir()}
-    server.repos = {preset_tokenizer("tiny_llama3_50m"): Repo(files)}
-    (tmp_path / "x.jsonl").write_text('{"text": "It is the king."}\n' * 300)
-    command = (
-        "-m llmq.cli.train --model tiny_llama3_50m --from-scratch --data x.jsonl --epochs 1 --dry-run --seq-len 32"
-    )
-    hub_at = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "PYTHONPATH": str(ROOT), "NO_PROXY": "*"}
-    environment = {**os.environ, **hub_at, "LLMQ_CACHE_DIR": str(tmp_path / "cache")}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *command.split()], **options)
-    assert done.returncode == 0 and "would be tokenized into" in done.stdout, done.stderr
-    assert [path.rsplit("/", 1)[1] for path in server.fetched()] == ["tokenizer.json", "tokenizer_config.json"]

@@ -130,26 +130,31 @@ def test_a_folder_that_hides_a_known_name_is_noticed(tmp_path, monkeypatch):
         open_source(options(f"./{folder}", from_scratch=True), pytest.fail)
 
 
-def test_the_instruct_models_of_llama_3_are_names_of_hub_models(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """What the Hub is asked for, which always gives the same folder."""
     write(tmp_path / "m")
-    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments) or tmp_path / "m")
-    for size in ("8b", "70b"):
-        assert (
-            open_source(options(f"llama3_{size}_Instruct")).name == f"meta-llama/Meta-Llama-3-{size.upper()}-Instruct"
-        )
-    assert [one[:3] for one in asked] == [
-        (f"meta-llama/Meta-Llama-3-{size}-Instruct", None, "model") for size in ("8B", "70B")
-    ]
+    found = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source_module, "model_folder", lambda *given: found.append(given[:3]) or tmp_path / "m")
+    return found
 
 
-def test_plans_of_instruct_models_take_the_shape_of_their_base(monkeypatch):
-    monkeypatch.setattr(source_module, "model_folder", lambda *given, **about: pytest.fail("the Hub was asked"))
-    for given, plan_only in (({}, True), ({"from_scratch": True}, False)):
+def test_the_instruct_models_of_llama_3_are_names_of_hub_models(asked):
+    names = [f"meta-llama/Meta-Llama-3-{size}-Instruct" for size in ("8B", "70B")]
+    assert [open_source(options(f"llama3_{size}_Instruct")).name for size in ("8b", "70b")] == names
+    assert asked == [(name, None, "model") for name in names]
+    for given, plan_only in (({}, True), ({"from_scratch": True}, False)):  # have the shape of their base
         source = open_source(options("llama3_70b_instruct", **given), plan_only=plan_only)
         assert source.config is PRESETS["llama3_70b"] and source.from_scratch
         assert source.preset_tokenizer == "NousResearch/Meta-Llama-3-8B-Instruct"
+    assert len(asked) == 2
+
+
+def test_the_hub_is_asked_for_no_weights_from_scratch(asked):
+    assert open_source(options("org/name", revision="v1")).place == "org/name (v1, m)"
+    open_source(options("org/name", from_scratch=True))
+    assert asked == [("org/name", "v1", "model"), ("org/name", None, "config")]
 
 
 def test_a_model_from_scratch_has_the_vocabulary_that_is_asked_for(tmp_path):
@@ -175,15 +180,6 @@ def test_absent_folders_and_revisions_of_folders(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match="is a file"):
         open_source(options(tmp_path / "config.json"))
-
-
-def test_the_hub_is_asked_for_no_weights_from_scratch(monkeypatch, tmp_path):
-    asked = []
-    write(tmp_path / "m")
-    monkeypatch.setattr(source_module, "model_folder", lambda *arguments: asked.append(arguments[:3]) or tmp_path / "m")
-    assert open_source(options("org/name", revision="v1")).place == "org/name (v1, m)"
-    open_source(options("org/name", from_scratch=True))
-    assert asked == [("org/name", "v1", "model"), ("org/name", None, "config")]
 
 
 def test_initial_distribution():
@@ -223,23 +219,15 @@ def test_a_value_is_a_function_of_seed_name_and_element():
             assert abs(np.corrcoef(scaled[a], scaled[b])[0, 1]) < 0.2
 
 
-def test_threads_change_no_value(monkeypatch):
-    row = Row("embed.weight", (5 * BLOCK // 128 + 3, 128), (Part("e", 0, 5 * BLOCK // 128 + 3),), "normal", True)
-    found = []
-    for count in (1, 4):
-        monkeypatch.setattr(cores, "num_cores", lambda count=count: count)
-        found.append(drawn(SCRATCH, row, 3))
-    np.testing.assert_array_equal(*found)
-    assert found[0].ravel()[-1] != 0
-
-
-def test_padding_and_blocks_do_not_change_a_value():
+def test_padding_blocks_and_threads_do_not_change_a_value(monkeypatch):
     rows_of = 2 * BLOCK // 128 + 10
     plain = Row("embed.weight", (rows_of, 128), (Part("e", 0, rows_of),), "normal", True)
     padded = replace(plain, shape=(rows_of + VOCAB_MULTIPLE, 128))
     value = drawn(SCRATCH, plain, 1)
-    np.testing.assert_array_equal(drawn(SCRATCH, padded, 1)[:rows_of], value)
-    assert not drawn(SCRATCH, padded, 1)[rows_of:].any()
+    for count in (1, 4):
+        monkeypatch.setattr(cores, "num_cores", lambda count=count: count)
+        np.testing.assert_array_equal(drawn(SCRATCH, padded, 1)[:rows_of], value)
+    assert not drawn(SCRATCH, padded, 1)[rows_of:].any() and value.ravel()[-1] != 0
     block = drawn_block(1, "embed.weight", 1, 64) * np.float32(INIT_STD)
     np.testing.assert_array_equal(value.ravel()[BLOCK : BLOCK + 64], block)
     assert not np.array_equal(value.ravel()[:64], block)

@@ -2,20 +2,17 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tiny_runs import launched_flags, weights_of
 
 from llmq.errors import WorldError
 from llmq.files.manifest import found
-from llmq.report.read import read_log
 
 pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).parents[2]
@@ -42,10 +39,10 @@ def whole(tmp_path_factory):
 class Launched:
     """A run of several processes, as `llmq-launch` starts it in the current folder."""
 
-    def __init__(self, name, flags, *more, procs=3):
+    def __init__(self, name, flags, *more):
         own = {"PYTHONPATH": str(ROOT), "LLMQ_CACHE_DIR": str(Path("cache").absolute()), "OPENBLAS_NUM_THREADS": "1"}
         own["LLMQ_WATCHDOG_SECONDS"] = str(WATCHDOG_S)
-        command = [sys.executable, "-m", "llmq.cli.launch", f"--procs={procs}", "--", *flags, f"--name={name}", *more]
+        command = [sys.executable, "-m", "llmq.cli.launch", "--procs=3", "--", *flags, f"--name={name}", *more]
         self.folder = Path("runs", name)
         with open(f"{name}.txt", "ab") as output:
             self.launcher = subprocess.Popen(
@@ -97,13 +94,6 @@ def weights(name, step=STEPS):
     return weights_of(Path("runs", name, "checkpoints", f"step-{step:08d}"))
 
 
-def losses(name):
-    """By step."""
-    table = read_log(Path("runs", name)).train
-    assert table["step"].tolist() == list(range(1, STEPS + 1))
-    return table["loss"]
-
-
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_all_end_when_a_rank_is_lost_and_the_run_resumes(whole, rank, number):
     name = f"lost{rank}"
@@ -129,15 +119,9 @@ def test_all_end_when_a_rank_is_lost_and_the_run_resumes(whole, rank, number):
     assert {EVERY, 2 * EVERY} <= set(saved) and max(saved) < STEPS
     for step in saved:
         assert weights(name, step) == weights("whole", step)
-    shutil.copytree(run.folder, f"runs/{name}-by-two")
     with Launched(name, whole, "--continue=auto") as again:
         assert again.wait() == 0
     assert weights(name) == weights("whole")
-    with Launched(f"{name}-by-two", whole, "--continue=auto", procs=2) as again:
-        assert again.wait() == 0
-    assert ", ranks 3 to 2\n" in again.said
-    few = slice(max(saved) + 10)  # sums of f32 in another order grow apart
-    np.testing.assert_allclose(losses(f"{name}-by-two")[few], losses("whole")[few], rtol=1e-3)
 
 
 def test_a_run_that_lost_a_rank_starts_again(whole):
