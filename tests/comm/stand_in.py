@@ -1,8 +1,7 @@
 """What a rank does in tests of launchers, in place of training: it joins the others, and then what its arguments say.
 
 exchange          five exchanges of arrays with all the others; rank 0 prints their sum
-fail RANK CODE    the rank ends with an exit code, the others with 6 once they miss it
-kill RANK         the rank ends by SIGKILL
+fail RANK CODE    the rank ends with an exit code, or by a signal (-9), the others with 6 once they miss it
 wait SIGNAL       until this signal comes; the rank prints all that it heard, and ends with 75
 stay RANK         one that neither misses the others nor hears SIGTERM
     wait-once FOLDER  until a rank is missed, in the first start; the second one exchanges
@@ -65,13 +64,7 @@ def _exchange(world) -> None:
 def _fail(world, rank: str, code: str) -> None:
     if world.rank == int(rank):
         print(f"error: rank {rank} cannot", flush=True)
-        os._exit(int(code))
-    world.gather(None)
-
-
-def _kill(world, rank: str) -> None:
-    if world.rank == int(rank):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(int(code)) if int(code) > 0 else os.kill(os.getpid(), -int(code))
     world.gather(None)
 
 

@@ -106,7 +106,7 @@ def test_clusters_that_are_too_small_or_not_there(run, cluster):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed(run, rank):
     """Where that is rank 0, the launcher shows what another says of it."""
-    code, said = run(2, "kill", str(rank))
+    code, said = run(2, "fail", str(rank), "-9")
     assert code == LOST and f"rank {rank} was ended by SIGKILL" in said and f"rank {rank} is lost" in said
 
 

@@ -104,40 +104,33 @@ def run(given, model, way, template=CHATML):
     return folder, next(Path.cwd().glob("cache/tokens/*/train.bin"), Path("tokens/train.bin"))
 
 
+GIVEN = [("data", "files", CHATML), ("data", "list", "rag"), ("data", "config", None)]  # more with --all
+MORE = [
+    *product(("data", "streaming", "token files", "continued"), OWN, [CHATML]),
+    *product(["data"], ["list", "files"], ["rag"]),
+    *product(["data"], ["config", "list", "files"], [None, "tokenizer"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("way", "own"),
-    [
-        pytest.param(*case, marks=() if case == ("data", "files") else pytest.mark.slow)
-        for case in product(("data", "streaming", "token files", "continued"), OWN)
-    ],
+    ("way", "own", "template"),
+    [*GIVEN, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in GIVEN)],
 )
-def test_a_template_that_is_given_is_exported_alone(given, tmp_path, own, way):
+def test_a_template_that_is_given_is_exported_alone_and_the_tokenizer_s_stay_else(given, tmp_path, way, own, template):
+    """One that is given is a file's, or a named one of the tokenizer's."""
     model = model_folder(tmp_path / "model", own)
-    folder, _ = run(given, model, way)
+    folder, _ = run(given, model, way, template)
+    said = given["console"].getvalue()
+    if template in (None, "tokenizer"):
+        assert all((folder / name).read_text() == content for name, content in OWN[own].items())
+        assert "chat template of its training data" not in said
+        return
     assert templates_of(folder) == (source("chatml"), [], False)
     kept = json.loads((model / "tokenizer_config.json").read_text())
     assert json.loads((folder / "tokenizer_config.json").read_text()) == {**kept, "chat_template": source("chatml")}
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-    instead = ", in place of the tokenizer's own" if own != "none" else ""
-    said = given["console"].getvalue()
-    assert f"The exported model has the chat template of its training data ({CHATML}){instead}\n" in said
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize("template", [None, "tokenizer"])
-@pytest.mark.parametrize("own", ["config", "list", "files"])
-def test_the_tokenizer_s_own_templates_stay_as_they_are(given, tmp_path, own, template):
-    model = model_folder(tmp_path / "model", own)
-    folder, _ = run(given, model, "data", template)
-    assert all((folder / name).read_text() == content for name, content in OWN[own].items())
-    assert "chat template of its training data" not in given["console"].getvalue()
-
-
-@pytest.mark.parametrize("own", ["list", "files"])
-def test_a_named_template_becomes_the_default(given, tmp_path, own):
-    folder, _ = run(given, model_folder(tmp_path / "model", own), "data", "rag")
-    assert templates_of(folder) == (source("chatml"), [], False)
-    assert "rag" in given["console"].getvalue().rsplit("chat template of its training data", 1)[1]
+    notice = said.rpartition("The exported model has the chat template of its training data (")[2].partition("\n")[0]
+    assert template in notice and notice.endswith(", in place of the tokenizer's own") == (own != "none")
 
 
 def test_both_templates_of_another_tokenizer_are_exported(given, tmp_path):

@@ -81,15 +81,9 @@ def test_a_second_run_is_refused_until_a_signal_ends_the_first(output, number):
         assert f"process {os.getpid()} of" in output.holder.read_text()
 
 
-FORKED = "os.fork() or (os.write(1, b'up\\n'), time.sleep(60))"
-STARTED = "__import__('subprocess').Popen(['sh', '-c', 'echo up; exec sleep 60'])"
-
-
-@pytest.mark.parametrize("start", [FORKED, STARTED], ids=["forked", "started"])
-def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(output, start):
-    what = f"import os; child = {start}; os.write(1, b'%d\\n' % getattr(child, 'pid', child)); time.sleep(60)"
-    process = holding(output.path, what)
-    (child,) = (int(line) for line in (process.stdout.readline(), process.stdout.readline()) if line != "up\n")
+def test_a_forked_child_that_outlives_a_killed_run_does_not_hold_its_lock(output):
+    process = holding(output.path, "import os; os.write(1, b'%d\\n' % (os.fork() or os.getpid())); time.sleep(60)")
+    (child,) = {int(process.stdout.readline()) for _ in range(2)}  # as it and the run say
     try:
         refused(output)
         end(process)
@@ -147,8 +141,6 @@ def test_what_is_in_the_way_is_named(tmp_path):
         with pytest.raises(StorageError) as refusal, held(make("--out-dir", path), print):
             pass
         assert str(refusal.value) == f"{path}: cannot be written {why}: choose another --out-dir"
-    with pytest.raises(StorageError, match=r"^/ is the root of the file system: give a folder inside it"):
-        replaced_whole("--out-dir", Path("/"))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])

@@ -148,16 +148,3 @@ def test_all_save_and_end_when_the_launcher_is_asked_to(whole, number):
     with Launched(name, whole, "--continue=auto") as again:
         assert again.wait() == 0
     assert weights(name) == weights("whole")
-
-
-def test_a_checkpoint_is_saved_when_it_is_asked_for(whole):
-    with Launched("asked", whole, "--ckpt-interval=0") as run:
-        until = time.monotonic() + 60
-        while not run.folder.exists():
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        (run.folder / "save").touch()
-        assert run.wait() == 0
-    asked, last = sorted(found(run.folder / "checkpoints"))
-    assert 0 < asked < last == STEPS and not (run.folder / "save").exists()
-    assert weights("asked") == weights("whole")
