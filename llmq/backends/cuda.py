@@ -340,11 +340,7 @@ class _Program:
     the main one ends after all of them."""
 
     def __init__(
-        self,
-        launches: Sequence[Launch],
-        streams: Mapping[str, Any],
-        use_graphs: bool,
-        world: NcclWorld | OneRank = ALONE,
+        self, launches: Sequence[Launch], streams: Mapping[str, Any], use_graphs: bool, world: NcclWorld | OneRank
     ) -> None:
         self._launches, self._use_graphs, self._world = launches, use_graphs, world
         self._groups = list(groups(launches))

@@ -146,8 +146,7 @@ def find(
             return None
         raise DataError(_none_there(folder))
     if re.fullmatch(r"[0-9]{1,18}", str(which)):
-        step = int(str(which))
-        if step not in there:
+        if (step := int(str(which))) not in there:
             raise DataError(f"there is no checkpoint of step {step} in {folder}: {_listed(there)}")
         path = there[step]
     else:

@@ -37,7 +37,6 @@ TOKENIZER_FILES = (
     *("merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"  # named chat templates of transformers >= 4.51, one file each
 
 # Buffers that old releases of transformers stored with the weights; they follow from the config.
@@ -245,7 +244,7 @@ def _copy_tokenizer(folder: Path, target: Path, templates: Mapping[str, str] | N
     """
     for source in tokenizer_files(folder):
         name = source.relative_to(folder)
-        if templates is None or not (name.name in TEMPLATE_FILES or name.parts[0] == TEMPLATE_FOLDER):
+        if templates is None or not (name.stem == "chat_template" or name.parts[0] == TEMPLATE_FOLDER):
             (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, target / name)
     if templates is not None:

@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -218,21 +219,16 @@ def tensors_of(path: Path) -> dict[str, Stored]:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
     except (SafetensorError, OSError, ValueError) as error:
-        raise DataError(f"{path} is not a valid safetensors file: {error}{_pointer_hint(path)}") from None
+        hint = ""
+        with suppress(OSError), open(path, "rb") as file:
+            if file.read(20).startswith(b"version https://git-"):
+                hint = " (it is a Git LFS pointer: run `git lfs pull` in its folder)"
+        raise DataError(f"{path} is not a valid safetensors file: {error}{hint}") from None
     header.pop("__metadata__", None)
     return {
         name: Stored(path, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
-
-
-def _pointer_hint(path: Path) -> str:
-    try:
-        with open(path, "rb") as file:
-            pointer = file.read(20).startswith(b"version https://git-")
-    except OSError:
-        return ""
-    return " (it is a Git LFS pointer: run `git lfs pull` in its folder)" if pointer else ""
 
 
 def read_tensor(stored: Stored, memory: np.ndarray | None = None) -> np.ndarray:
