@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from llmq.backends import Launch, Needs
+from llmq.comm.world import ALONE
 from llmq.errors import RefusedMemoryError, UsageError
 from llmq.ops.cuda import algorithms
 from llmq.ops.cuda.algorithms import Choice
@@ -318,7 +319,7 @@ def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, monkeypa
     result = SimpleNamespace(forms=(None,), ref=None, accumulate=False)
     call = SimpleNamespace(op="linear_forward", outputs=(result,), inputs=())
     backend = cuda.CudaBackend()
-    program = cuda._Program([Launch(raising(error))], {"main": Stream()}, use_graphs=False)
+    program = cuda._Program([Launch(raising(error))], {"main": Stream()}, False, ALONE)
     for work in (lambda: backend.prepare([call]), lambda: backend.memory(Needs({}, {})), program):
         with pytest.raises(RefusedMemoryError if is_lack else type(error)) as caught:
             work()
@@ -391,7 +392,7 @@ def test_what_failed_within_a_capture_is_what_is_told(cuda):
             stream.failed = True
             raise ValueError("the cause")
 
-    program = cuda._Program([Launch(call)], {"main": stream}, True)
+    program = cuda._Program([Launch(call)], {"main": stream}, True, ALONE)
     program()
     wrong.append(1)
     with pytest.raises(ValueError, match="the cause"):
