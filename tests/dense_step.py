@@ -11,44 +11,13 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 LLMQ = str(ROOT / "llmq") + os.sep
 ON_TRUST = str(ROOT / "llmq" / "plan") + os.sep
-
-
-class Entered:
-    """The functions of llmq that run while one of the functions that are `wrapped` does, by file."""
-
-    def __init__(self):
-        self.functions = defaultdict(set)
-        self._undo = []
-
-    def wrap(self, owner, name):
-        """Notes what runs within a method, and which file calls it."""
-        method = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
-            self._note(sys._getframe(1).f_code)
-            before = sys.getprofile()
-            sys.setprofile(lambda frame, event, _: self._note(frame.f_code) if event == "call" else None)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                sys.setprofile(before)
-
-        setattr(owner, name, wrapped)
-        self._undo.append((owner, name, method))
-
-    def _note(self, code):
-        if code.co_filename.startswith(LLMQ) and not code.co_filename.startswith(ON_TRUST):
-            self.functions[code.co_filename].add((code.co_name, code.co_firstlineno))
-
-    def unwrap(self):
-        """The methods as they were."""
-        for owner, name, method in reversed(self._undo):
-            setattr(owner, name, method)
 
 
 def dense_step():
@@ -59,21 +28,37 @@ def dense_step():
     from llmq.engine.engine import Engine
     from llmq.plan.recordings import Recordings
 
-    entered, here = Entered(), Path.cwd()
-    for owner, names in ((Recordings, ("train", "update")), (Engine, ("micro_step", "update"))):
-        for name in names:
-            entered.wrap(owner, name)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            os.chdir(folder)
-            given = {key: value for key, value in tiny_options(Path(folder)).items() if not key.startswith("eval")}
-            llmq.train(**{**given, "model_dtype": "bf16", "steps": 2})
-    finally:
-        os.chdir(here)
-        entered.unwrap()
+    entered = defaultdict(set)
+
+    def note(code):
+        if code.co_filename.startswith(LLMQ) and not code.co_filename.startswith(ON_TRUST):
+            entered[code.co_filename].add((code.co_name, code.co_firstlineno))
+
+    def noting(method):
+        """Notes what runs within a method, and which file calls it."""
+
+        def wrapped(*args, **kwargs):
+            note(sys._getframe(1).f_code)
+            before = sys.getprofile()
+            sys.setprofile(lambda frame, event, _: note(frame.f_code) if event == "call" else None)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                sys.setprofile(before)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        stack.callback(os.chdir, Path.cwd())
+        for owner, name in ((Recordings, "train"), (Recordings, "update"), (Engine, "micro_step"), (Engine, "update")):
+            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name))))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.chdir(folder)
+        given = {key: value for key, value in tiny_options(Path(folder)).items() if not key.startswith("eval")}
+        llmq.train(**{**given, "model_dtype": "bf16", "steps": 2})
     return {
         str(Path(file).relative_to(ROOT)): (len(Path(file).read_text("utf-8").splitlines()), len(functions))
-        for file, functions in sorted(entered.functions.items())
+        for file, functions in sorted(entered.items())
     }
 
 

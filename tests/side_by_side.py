@@ -1,6 +1,6 @@
 """Trains an older commit and the present tree side by side: a redesign changes no bit.
 
-    python tests/side_by_side.py [--against COMMIT] [--cases REGEX] [--gpu]
+    python tests/side_by_side.py --against COMMIT [--cases REGEX] [--gpu]
 
 Each case of tests/side_by_side_cases.py is a run of a tiny model with every option spelled out, made by `llmq.train` in
 a process per tree. The logs of all steps (loss, norm, evaluations, errors of fp8 copies) have to be equal, and so has
@@ -102,12 +102,8 @@ class Tree:
         """Begins the jobs at once; yields what each logged, with its folder, in order."""
         described = Path(f"{jobs[0]['folder']}.json")
         described.write_text(json.dumps({"tree": str(self.folder), "older": self.name == "old", "jobs": jobs}))
-        environment = {
-            **os.environ,
-            **SAME_BITS,
-            "PYTHONPATH": os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")]),
-        }
-        environment["LLMQ_CACHE_DIR"] = str(_cache(self.place))
+        path = os.pathsep.join([str(self.folder), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, **SAME_BITS, "PYTHONPATH": path, "LLMQ_CACHE_DIR": str(_cache(self.place))}
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(described)]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=self.place)
         return self._results(process, jobs)
@@ -193,19 +189,6 @@ def older_tree(commit: str, folder: Path) -> Path:
     return folder
 
 
-def where_it_began() -> str:
-    """The commit at which this branch left main; on main itself, the one before."""
-
-    def git(*words: str) -> str:
-        found = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        if found.returncode:
-            refuse(f"which commit is the older one? {found.stderr.strip()}: name it with --against")
-        return found.stdout.strip()
-
-    base = git("merge-base", "main", "HEAD")
-    return git("rev-parse", "--short", base if base != git("rev-parse", "HEAD") else "HEAD~1")
-
-
 def _crossing(
     new: Tree, number: int, case: Case, always: dict[str, Any], one: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -232,13 +215,11 @@ def compare(arguments: argparse.Namespace, place: Path) -> int:
 
     chosen = [case for case in cases() if re.search(arguments.cases, case.name)]
     if not chosen:
-        refuse(
-            f"--cases {arguments.cases}: no case has that in its name; there are: {'; '.join(c.name for c in cases())}"
-        )
-    commit = arguments.against or where_it_began()
+        names = "; ".join(case.name for case in cases())
+        refuse(f"--cases {arguments.cases}: no case has that in its name; there are: {names}")
     write_inputs(place)
     always: dict[str, Any] = {"device": "cuda" if arguments.gpu else "cpu"}
-    old, new = Tree("old", older_tree(commit, place / "tree"), place), Tree("new", ROOT, place)
+    old, new = Tree("old", older_tree(arguments.against, place / "tree"), place), Tree("new", ROOT, place)
 
     def start(tree: Tree, chosen: Sequence[Case]) -> Iterator[dict[str, Any]]:
         return tree.start([tree.job(number, case.runs(tree is old, always)) for number, case in enumerate(chosen)])
@@ -265,7 +246,7 @@ def compare(arguments: argparse.Namespace, place: Path) -> int:
     if arguments.gpu and _tables(place) != table:
         print("The present tree's table has algorithms that the older one's lacks: bits of those products may differ")
     total = len(chosen) + len(resumed)
-    print(f"{total - wrong} of {total} cases are equal to {commit}, in {time.perf_counter() - began:.0f} s")
+    print(f"{total - wrong} of {total} cases are equal to {arguments.against}, in {time.perf_counter() - began:.0f} s")
     return wrong
 
 
@@ -273,9 +254,7 @@ def main() -> int:
     """The command; 1 if a case differs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--against",
-        metavar="COMMIT",
-        help="The older tree: a commit, or a folder of its files [default: where this branch left main; on it, HEAD~1]",
+        "--against", metavar="COMMIT", required="--worker" not in sys.argv, help="Or a folder of files."
     )
     parser.add_argument("--cases", metavar="REGEX", default="", help="Only cases whose name has this [default: all]")
     parser.add_argument("--gpu", action="store_true", help="Train on the GPU, one tree after the other.")

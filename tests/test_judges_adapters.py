@@ -143,7 +143,10 @@ def test_folders_go_both_ways(family, text, bias, tmp_path):
     wanted = adapters_of(config, text, bias)
     assert read.adapters == wanted
     run = engine_of(config, model, read.adapters, FP32)
-    loaded = {row.name: value for row, value in read.values(lambda rows: iter(()))(run.plan.rows)}
+    loaded = {
+        row.name: value
+        for row, value in read.values(lambda rows: ((row, run.parameter(row.name)) for row in rows))(run.plan.rows)
+    }
     assert all(np.array_equal(value, run.parameter(name)) for name, value in loaded.items())
     assert {row.name for row in run.plan.rows if row.trainable} <= loaded.keys()
     assert_same_logits(run, model, tokens)

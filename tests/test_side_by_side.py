@@ -13,21 +13,15 @@ from side_by_side_cases import BF16, TIED, Case, cases
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments):
-    """The finished command."""
-    command = [sys.executable, str(ROOT / "tests" / "side_by_side.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_a_tree_equals_itself_also_where_a_run_resumes():
-    done = run("--against", ROOT, "--cases", "^bf16, bf16 moments, resumed$")
+    command = [sys.executable, str(ROOT / "tests" / "side_by_side.py"), "--against", str(ROOT)]
+    command += ["--cases", "^bf16, bf16 moments, resumed$"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[:2] == [
-        f"PASS  bf16, bf16 moments, resumed{more}" for more in ("", " from the older tree's checkpoint")
-    ]
-    assert lines[2].startswith("2 of 2 cases are equal to")
+    passed = "PASS  bf16, bf16 moments, resumed"
+    assert done.stdout.splitlines()[:2] == [passed, f"{passed} from the older tree's checkpoint"]
+    assert "\n2 of 2 cases are equal to" in done.stdout
 
 
 @pytest.mark.slow
@@ -58,15 +52,16 @@ def test_the_older_tree_is_that_of_a_commit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("against", "cases", "says"),
     [
-        (("--against", ROOT, "--cases", "nothing of the kind"), "--cases nothing of the kind: no case has that"),
-        (("--against", "no-such-commit", "--cases", "^fp32, llama$"), "--against no-such-commit: "),
+        (ROOT, "nothing of the kind", "--cases nothing of the kind: no case has that"),
+        ("no-such-commit", "^fp32, llama$", "--against no-such-commit: "),
     ],
 )
-def test_a_wrong_call_is_refused(arguments, says):
-    done = run(*arguments)
-    assert done.returncode == 2 and done.stderr.startswith(says)
+def test_a_wrong_call_is_refused(against, cases, says, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        side_by_side.compare(Namespace(against=str(against), cases=cases, gpu=False), tmp_path)
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(says)
 
 
 def test_no_case_is_there_twice():

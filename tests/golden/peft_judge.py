@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from tiny_engines import next_logits
 
 from golden import families, transformers_judge
-from golden.engines import FP32, relative_errors
+from golden.engines import FP32, by_name, relative_errors, value_of
 from llmq.adapters.merge import merge
 from llmq.backends.host import HostBackend
 from llmq.data.batches.batch import Batch
@@ -77,24 +77,8 @@ def engine_of(config, model, adapters, precision, hyper=None):
 def loaded(spec, values_of):
     """Our engine with the values of each row's parts by their names, which `values_of` gives for a row."""
     engine = Engine(make_plan(spec), HostBackend())
-    rows = []
-    for row in engine.plan.rows:
-        value, named = np.zeros(row.shape), values_of(row)
-        for part in row.parts:
-            value.reshape(row.part_axes)[part.start : part.stop] = named[part.name]
-        rows.append((row, value))
-    engine.load(rows)
+    engine.load([(row, value_of(row, values_of(row))) for row in engine.plan.rows])
     return engine
-
-
-def by_name(engine, read):
-    """Our trained parameters, or their gradients, by name."""
-    found = {}
-    for row in engine.plan.rows:
-        if row.trainable:
-            value = read(row.name).reshape(row.part_axes).astype(np.float64)
-            found |= {part.name: value[part.start : part.stop] for part in row.parts}
-    return found
 
 
 def loaded_from(base, adapters, values, num_virtual=0):
@@ -200,12 +184,7 @@ def export_base(config, folder):
     """The model without adapters, as a folder."""
     weights, parsed = families.weights(config), read_config(config)
     rows = parameter_rows(parsed)
-    values = {}
-    for row in rows:
-        values[row.name] = np.zeros(row.shape, np.float32)
-        for part in row.parts:
-            values[row.name].reshape(row.part_axes)[part.start : part.stop] = weights[part.name]
-    Export(folder, parsed, rows, "fp32").write(lambda row: values[row.name])
+    Export(folder, parsed, rows, "fp32").write(lambda row: value_of(row, weights).astype(np.float32))
 
 
 def assert_same_logits(run, model, tokens, num_virtual=0):

@@ -98,14 +98,6 @@ def test_the_last_screen_is_about_what_was_made(made):
 
 
 @pytest.mark.slow
-def test_a_second_call_shows_the_same_and_writes_nothing(made, capsys):
-    before = times(made.out)
-    assert quickstart.quickstart(made) == 0
-    assert capsys.readouterr().out == (made.out / "screen.txt").read_text()
-    assert times(made.out) == before
-
-
-@pytest.mark.slow
 def test_a_lost_model_is_exported_again(copy, capsys):
     """What is there is used: the data, and the checkpoint of the last step."""
     model = copy.out / "run" / "model" / "model.safetensors"
@@ -119,7 +111,7 @@ def test_a_lost_model_is_exported_again(copy, capsys):
 
 
 @pytest.mark.slow
-def test_other_sizes_are_made_anew(made, copy, tmp_path):
+def test_other_sizes_are_made_again(made, copy, tmp_path):
     other = replace(tiny(tmp_path, steps=20), out=copy.out, inputs=made.inputs)
     config = other.sizes / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 300', '"vocab_size": 280'))

@@ -120,10 +120,10 @@ RESUMED = {
     "packed": {"packing": True, "seq_len": 24},
     "padded": {"packing": False, "seq_len": 24},
 }
-SELDOM = ("no masters", "current", "rowwise", "blockwise", "padded")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SELDOM else ()) for n in RESUMED])
+@pytest.mark.quick("moments in 8 bits", "delayed", "packed")
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_continued_run_has_the_bits_of_one_that_was_never_stopped(given, name):
     given |= {**RESUMED[name], "steps": 8}
     rng = np.random.default_rng(0)
