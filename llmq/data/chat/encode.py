@@ -140,8 +140,8 @@ class Encoder:
             documents += self._fitted(self._documents(record.place, content, [next(encodings) for _ in texts]))
         self.counts.documents += len(documents)
         self.counts.tokens += sum(len(one.ids) for one in documents)
-        masks = (np.ones(len(one.ids)) if one.trained is None else one.trained for one in documents)
-        self.counts.trained += sum(map(np.count_nonzero, masks))
+        masks = (np.ones(len(one.ids), bool) if one.trained is None else one.trained for one in documents)
+        self.counts.trained += sum(int(np.count_nonzero(mask)) for mask in masks)
         return documents
 
     def _read(self, record: Record) -> tuple[Record, Any, list[str]]:
