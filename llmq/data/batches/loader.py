@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -22,29 +22,17 @@ from llmq.data.batches.batch import Batch, step_of
 from llmq.data.batches.mixture import Mixture, Share
 from llmq.data.batches.named_data import NamedData, StreamedRows, no_rows
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.rows import (
-    OPTIONS,
-    PADDED,
-    WINDOWS,
-    RowForm,
-    RowLayout,
-    RowSource,
-    Samples,
-    Windows,
-    choose_row_layout,
-    empty_rows,
-    open_files,
-    require_one_tokenizer,
-    sidecars,
-    stacked,
-)
+from llmq.data.batches.rows import OPTIONS, PADDED, WINDOWS, RowForm, RowLayout, Rows, RowSource, Samples, Windows
+from llmq.data.rows.find_sources import matched
 from llmq.data.stream import START, Position, ReadAhead, Stream
-from llmq.data.tokens.tokenizer import tokenizer_folder
+from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.tokenizer import SUFFIX, Sidecar, same_ids, tokenizer_folder, tokenizer_hash
 from llmq.errors import UsageError, all_problems, noted
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
 PREFETCHED = 4
+CHECKED_ENDS = 1 << 20  # tokens at each end of a file that are checked when training starts; the others when read
 LEAST_FULL = 0.1  # of rows: below this the run warns of padding
 TILE = 16  # tokens of a micro-batch, which e4m3 matmuls need a multiple of
 
@@ -151,7 +139,7 @@ class Data:
 
     def tokenizer_folder(self) -> Path | None:
         """Folder with the files of the tokenizer that made the training data; None if no file has a sidecar."""
-        return next((tokenizer_folder(file.path, found) for file, found in sidecars(self.train.token_files)), None)
+        return next((tokenizer_folder(file.path, found) for file, found in self.train.sidecars()), None)
 
 
 def open_data(
@@ -172,7 +160,7 @@ def open_data(
     --seq-len. Options that name no data give the shape of a step, for a plan.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
-    the data (see choose_row_layout), and DataError if a file is bad (see open_files) or of another tokenizer, or there
+    the data (see RowLayout.choose), and DataError if a file is bad (see open_samples) or of another tokenizer, or there
     is no sample to train or evaluate on.
     """
     accumulation = step_of(options, world)[-1]
@@ -183,7 +171,7 @@ def open_data(
         )
     named = named and named.find(options.seq_len - num_virtual)
     has_rows = named is not None and any(request.found.is_rows for request in named.requests)
-    layout = choose_row_layout(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
+    layout = RowLayout.choose(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
     form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
     train, held = _opened(options, form, named, tokenizer)
     return Data(train, held, options.batch_size, options.seq_len, accumulation, seed, world, layout)
@@ -205,7 +193,7 @@ def _opened(
             train = _open_sources(names, found, options.weight, form) if isinstance(found, list) else found
         with noted(problems):
             docs = (train.limits or (1,))[0] if train else options.max_docs
-            evaluation = _open_files(eval_files, replace(form, max_docs=docs), with_tails=True)
+            evaluation = open_samples(eval_files, replace(form, max_docs=docs), with_tails=True)
     assert train is not None and evaluation is not None
     require_one_tokenizer((*train.token_files, *evaluation.token_files), tokenizer)
     with all_problems() as problems:
@@ -231,21 +219,62 @@ def _open_sources(
     DataError names all bad files.
     """
     if weights is None:
-        return _open_files([pattern for patterns in files for pattern in patterns], form)
+        return open_samples([pattern for patterns in files for pattern in patterns], form)
     opened = []
     with all_problems() as problems:
         for patterns in files:
             with noted(problems):
-                opened.append(_open_files(patterns, form))
+                opened.append(open_samples(patterns, form))
         paths = Counter(file.path for samples in opened for file in samples.token_files)
         problems += [f"{path} is in {n} sources: name every file once" for path, n in paths.items() if n > 1]
     return Mixture(opened, weights, names)
 
 
-def _open_files(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Samples:
-    """The files that `patterns` name as samples; `with_tails` is for windows."""
-    files = open_files(patterns, form.vocab_size)
+def open_samples(patterns: Sequence[str], form: RowForm, *, with_tails: bool = False) -> Samples:
+    """The token files that `patterns` (paths or globs) name as samples: in the order given, sorted within a glob.
+
+    `with_tails` is for windows. Raises one DataError with everything that is wrong: no match, a file named twice, a bad
+    file, or one with an id that is not in the vocabulary (see CHECKED_ENDS).
+    """
+    files: list[TokenFile] = []
+    with all_problems() as problems:
+        for path in matched(patterns, problems, skip=SUFFIX):
+            with noted(problems):
+                files.append(file := TokenFile.open(path))
+                file.check_ids(form.vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
+                file.check_ids(form.vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
     return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
+
+
+def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None) -> None:
+    """Raises DataError if the files' headers and sidecars name more than one tokenizer, or are unreadable.
+
+    `model` is the folder of the model: if it has a tokenizer.json, the files must have the ids of that.
+    """
+    first: dict[str, tuple[TokenFile, str, Path | None]] = {}  # tokenizer hash -> who has it, its name, its folder
+    with all_problems() as problems:
+        for file in files:
+            with noted(problems):
+                sidecar = Sidecar.read(file.path, file.num_tokens)
+                said = sidecar.tokenizer if sidecar is not None else None
+                found = file.header.tokenizer_sha256 or (said.sha256 if said else None)
+                if said and found != said.sha256:
+                    problems.append(
+                        f"{file.path} and its sidecar name different tokenizers: make both again, or delete the sidecar"
+                    )
+                elif found:
+                    folder = file.path.parent / said.folder if said else None
+                    first.setdefault(found, (file, said.source if said else f"sha256 {found[:12]}...", folder))
+        if len(first) > 1:
+            named = [f"{file.path} ({name})" for file, name, _ in first.values()]
+            problems.append(f"the files are of different tokenizers: {', '.join(named)}: tokenize all with one")
+        elif first and model is not None and (model / "tokenizer.json").is_file():
+            ((found, (file, name, folder)),) = first.items()
+            if tokenizer_hash(model) != found and not (folder and same_ids(folder, model)):
+                problems.append(
+                    f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text "
+                    f"with --tokenizer {model}, or train another model"
+                )
 
 
 def eval_batches(windows: Samples, batch_size: int, num_steps: int | None = None) -> Iterator[Batch]:
@@ -256,7 +285,7 @@ def eval_batches(windows: Samples, batch_size: int, num_steps: int | None = None
     stop = windows.num_windows if num_steps is None else min(num_steps * batch_size, windows.num_windows)
     for start in range(0, stop, batch_size):
         rows = windows.read(np.arange(start, min(start + batch_size, stop)))
-        filled = empty_rows(batch_size, windows.seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
+        filled = Rows.empty(batch_size, windows.seq_len, None if rows.borders is None else rows.borders.shape[1] - 1)
         filled.put(slice(len(rows.tokens)), rows)
         yield Batch(*filled, position=start + len(rows.tokens), num_virtual=windows.num_virtual)
 
@@ -286,7 +315,7 @@ class RankBatches:
                 # Every rank reads all rows: what is in them depends on all documents before.
                 group = list(islice(streamed, self.batch_size * self.world))
                 state = dict(group[-1][0])
-                found, epoch = stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
+                found, epoch = Rows.stacked([row for _, row in group[first : first + self.batch_size]]), state["epoch"]
             else:
                 found, epoch = rows.read(rows.order(places, self.seed)), taken / rows.num_windows
             yield (taken, state), Batch(*found, places, taken, float(epoch), state, num_virtual=rows.num_virtual)

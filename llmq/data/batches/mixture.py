@@ -17,7 +17,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from llmq.data.batches.rows import Rows, Samples, empty_rows, mixed
+from llmq.data.batches.rows import Rows, Samples, mixed
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.errors import DataError, UsageError
 
@@ -86,7 +86,7 @@ class Mixture(Samples):
         """The samples with the numbers `samples` (n,), counted through the sources in their order."""
         samples = np.asarray(samples, np.int64)
         which = np.searchsorted(self._starts, samples, side="right") - 1
-        whole = empty_rows(len(samples), self.seq_len, self.limits[0] if self.limits else None)
+        whole = Rows.empty(len(samples), self.seq_len, self.limits[0] if self.limits else None)
         for n, source in enumerate(self.sources):
             (mine,) = np.nonzero(which == n)
             if mine.size:
@@ -97,12 +97,10 @@ class Mixture(Samples):
         """What each source gives to the first `num_samples` samples."""
         periods, rest = divmod(num_samples, self.period)
         more = np.bincount(self._source[:rest], minlength=len(self.sources)).tolist()
-        shares = []
-        for n, source in enumerate(self.sources):
-            count = periods * self.parts[n] + more[n]
-            part, epochs = count / max(num_samples, 1), count / source.num_windows
-            shares.append(Share(self.names[n], self.weights[n], count, part, epochs))
-        return shares
+        counts = [periods * part + one for part, one in zip(self.parts, more, strict=True)]
+        each = zip(self.names, self.weights, counts, self.sources, strict=True)
+        total = max(num_samples, 1)
+        return [Share(name, weight, n, n / total, n / source.num_windows) for name, weight, n, source in each]
 
     def templates(self) -> list[tuple[TemplateNote, float]]:
         """Those of each source, by the weights, whatever there is of it."""

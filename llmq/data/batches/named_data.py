@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from llmq.data.batches.packing import cut_documents, lay, pack_documents, with_docs
-from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, RowSource, aim, empty_rows, mixed
+from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, RowSource, aim, mixed
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.chat.template import read_prompt_template
@@ -206,7 +207,7 @@ class StreamedRows(RowSource):
             while sum(len(piece.tokens.ids) for piece in waiting) <= size:
                 waiting.append(next(pieces))
             ids, trained = _joined(waiting)
-            row = empty_rows(1, self.seq_len, None)
+            row = Rows.empty(1, self.seq_len, None)
             row.tokens[0, self.num_virtual :] = ids[:size]
             aim(row.targets[0, self.num_virtual :], ids[: size + 1], trained[1 : size + 1])
             rest = size
@@ -216,31 +217,24 @@ class StreamedRows(RowSource):
             yield waiting[0].place, row
 
     def _packs(self, at: Place) -> Iterator[tuple[Place, Rows]]:
-        taken = at.get("packs", 0)
-        for group, following in self._groups(at):
-            place = group[0].place
-            ids, trained = _joined(group)
+        taken, group, count = at.get("packs", 0), list[_Piece](), 0
+        for piece, following in pairwise(self._pieces(at)):
+            group.append(piece)
+            count += len(piece.tokens.ids)
+            ends_pass = following.place["epoch"] != piece.place["epoch"]
+            if count < max(GROUP_TOKENS, GROUP_ROWS * self.seq_len) and not ends_pass:
+                continue
+            place, (ids, trained) = group[0].place, _joined(group)
             lengths = np.concatenate([np.diff(piece.tokens.stops, prepend=0) for piece in group])
             seed = mixed(self.form.seed, place["epoch"], place["overall"])
             index = pack_documents(lengths, replace(self.form, seed=seed))
             for number in range(taken, index.num_packs):
-                row = empty_rows(1, self.seq_len, self.form.docs)
+                row = Rows.empty(1, self.seq_len, self.form.docs)
                 lay(row, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)), self.num_virtual)
                 is_last = number + 1 == index.num_packs
-                after = {**following, "packs": 0} if is_last else {**place, "packs": number + 1}
+                after = {**following.place, "packs": 0} if is_last else {**place, "packs": number + 1}
                 yield after, row if self.limits else row._replace(borders=None)
-            taken = 0
-
-    def _groups(self, at: Place) -> Iterator[tuple[list[_Piece], Place]]:
-        """What is packed together, and the place of what follows."""
-        group: list[_Piece] = []
-        count, enough = 0, max(GROUP_TOKENS, GROUP_ROWS * self.seq_len)
-        for piece in self._pieces(at):
-            if group and (count >= enough or piece.place["epoch"] != group[0].place["epoch"]):
-                yield group, piece.place
-                group, count = [], 0
-            group.append(piece)
-            count += len(piece.tokens.ids)
+            taken, group, count = 0, [], 0
 
     def _pieces(self, at: Place) -> Iterator[_Piece]:
         """Documents from a place on, pass after pass."""

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.data.rows.find_sources import matched
 from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenizer import SUFFIX, Sidecar, TemplateNote, same_ids, tokenizer_hash
-from llmq.errors import UsageError, all_problems, noted
+from llmq.data.tokens.tokenizer import Sidecar, TemplateNote
+from llmq.errors import UsageError
 from llmq.tensor import IGNORED
 
 WINDOWS, PACKED, PADDED = "windows", "packed rows", "padded rows"
 OPTIONS = {WINDOWS: "--packing=windows", PACKED: "--packing", PADDED: "--no-packing"}
-CHECKED_ENDS = 1 << 20  # tokens at each end of a file that are checked when training starts; the others when read
 ROUNDS = 6  # of a permutation, each of both halves; 4 pass the statistical tests already
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -35,6 +32,31 @@ class RowLayout:
 
     kind: str = WINDOWS
     why: str = ""
+
+    @classmethod
+    def choose(
+        cls, packing: bool | str | None, max_docs: int | None, *, has_rows: bool, cannot_pack: str | None = None
+    ) -> RowLayout:
+        """The layout that --packing asks for, or else that of the data: `has_rows` if any of it is rows of a data set.
+
+        `cannot_pack` says why the device cannot run packed rows, if it cannot: then rows are padded, unless packing was
+        asked for, which is a UsageError, as is `max_docs` without packed rows.
+        """
+        if packing is True and cannot_pack:
+            raise UsageError(f"--packing: {cannot_pack}: use --no-packing, which pads rows, or --model-dtype fp32")
+        if packing is not None:
+            kind = {"windows": WINDOWS, True: PACKED, False: PADDED}[packing]
+            found = cls(kind, f"by {OPTIONS[kind]}")
+        elif not has_rows:
+            found = cls(WINDOWS, "text and token files run on across documents; --packing keeps these whole")
+        elif cannot_pack:
+            found = cls(PADDED, f"the data is rows, which stay whole, and {cannot_pack}")
+        else:
+            found = cls(PACKED, "the data is rows, which stay whole; --packing=windows cuts them")
+        if max_docs is not None and found.kind != PACKED:
+            fix = "leave it out" if cannot_pack else "add --packing, or leave it out"
+            raise UsageError(f"--max-docs {max_docs} is for packed rows: {fix}")
+        return found
 
     def refuse_other(self, state: Mapping[str, Any]) -> None:
         """UsageError if a checkpoint, of which this is the `state`, was trained on another layout."""
@@ -79,31 +101,6 @@ class RowForm:
         return (self.docs, longest or self.seq_len) if self.docs is not None and self.docs > 1 else None
 
 
-def choose_row_layout(
-    packing: bool | str | None, max_docs: int | None, *, has_rows: bool, cannot_pack: str | None = None
-) -> RowLayout:
-    """The layout that --packing asks for, or else that of the data: `has_rows` if any of it is rows of a data set.
-
-    `cannot_pack` says why the device cannot run packed rows, if it cannot: then rows are padded, unless packing was
-    asked for, which is a UsageError, as is `max_docs` without packed rows.
-    """
-    if packing is True and cannot_pack:
-        raise UsageError(f"--packing: {cannot_pack}: use --no-packing, which pads rows, or --model-dtype fp32")
-    if packing is not None:
-        kind = {"windows": WINDOWS, True: PACKED, False: PADDED}[packing]
-        found = RowLayout(kind, f"by {OPTIONS[kind]}")
-    elif not has_rows:
-        found = RowLayout(WINDOWS, "text and token files run on across documents; --packing keeps these whole")
-    elif cannot_pack:
-        found = RowLayout(PADDED, f"the data is rows, which stay whole, and {cannot_pack}")
-    else:
-        found = RowLayout(PACKED, "the data is rows, which stay whole; --packing=windows cuts them")
-    if max_docs is not None and found.kind != PACKED:
-        fix = "leave it out" if cannot_pack else "add --packing, or leave it out"
-        raise UsageError(f"--max-docs {max_docs} is for packed rows: {fix}")
-    return found
-
-
 class Rows(NamedTuple):
     """Samples as they go into a batch, n rows of T tokens."""
 
@@ -111,27 +108,28 @@ class Rows(NamedTuple):
     targets: np.ndarray  # (n,T) int32; -100 is not trained
     borders: np.ndarray | None  # (n,D+1) int32: starts of a row's documents, then T repeated; None: not packed
 
+    @classmethod
+    def empty(cls, count: int, seq_len: int, docs: int | None) -> Rows:
+        """Rows to be filled: tokens 0 that are not trained, as one document, with room for `docs`; None: no borders."""
+        tokens = np.zeros((count, seq_len), np.int32)
+        borders = None if docs is None else np.full((count, docs + 1), seq_len, np.int32)
+        if borders is not None:
+            borders[:, 0] = 0
+        return cls(tokens, np.full_like(tokens, IGNORED), borders)
+
+    @classmethod
+    def stacked(cls, rows: Iterable[Rows]) -> Rows:
+        """Rows of several one after the other, which have borders for equally many documents, or none."""
+        parts = zip(*rows, strict=True)
+        tokens, targets, borders = (None if part[0] is None else np.concatenate(part) for part in parts)
+        assert tokens is not None and targets is not None
+        return cls(tokens, targets, borders)
+
     def put(self, at: np.ndarray | slice, rows: Rows) -> None:
         """Writes `rows` in the place of those `at`, which are empty so far and may have room for more documents."""
         self.tokens[at], self.targets[at] = rows.tokens, rows.targets
         if self.borders is not None and rows.borders is not None:
             self.borders[at, : rows.borders.shape[1]] = rows.borders
-
-
-def empty_rows(count: int, seq_len: int, docs: int | None) -> Rows:
-    """Rows to be filled: tokens 0 that are not trained, as one document, with room for `docs` (None: no borders)."""
-    tokens = np.zeros((count, seq_len), np.int32)
-    borders = None if docs is None else np.full((count, docs + 1), seq_len, np.int32)
-    if borders is not None:
-        borders[:, 0] = 0
-    return Rows(tokens, np.full_like(tokens, IGNORED), borders)
-
-
-def stacked(rows: Iterable[Rows]) -> Rows:
-    """Rows of several one after the other, which have borders for equally many documents, or none."""
-    tokens, targets, borders = (None if part[0] is None else np.concatenate(part) for part in zip(*rows, strict=True))
-    assert tokens is not None and targets is not None
-    return Rows(tokens, targets, borders)
 
 
 def aim(targets: np.ndarray, ids: np.ndarray, trained: np.ndarray | bool) -> None:
@@ -156,14 +154,19 @@ class RowSource:
         """How full the rows are and what is trained of them, in words, as far as that is known."""
         return {"rows": f"at most {self.limits[0]} documents in each"} if self.limits else {}
 
+    def sidecars(self) -> list[tuple[TokenFile, Sidecar]]:
+        """The files that have sidecars, with these."""
+        files = self.token_files
+        return [(file, found) for file in files if (found := Sidecar.read(file.path, file.num_tokens)) is not None]
+
     @property
     def end_token_ids(self) -> set[int]:
         """The tokens that end documents and trained turns, as far as that is known: by the files' sidecars."""
-        return {number for _, sidecar in sidecars(self.token_files) for number in sidecar.end_token_ids}
+        return {number for _, sidecar in self.sidecars() for number in sidecar.end_token_ids}
 
     def templates(self) -> list[tuple[TemplateNote, float]]:
         """The chat templates that rendered the data, each with its part of the trained tokens."""
-        found = [(known.chat_template, file.num_tokens / self.num_tokens) for file, known in sidecars(self.token_files)]
+        found = [(known.chat_template, file.num_tokens / self.num_tokens) for file, known in self.sidecars()]
         return [(note, share) for note, share in found if note is not None]
 
 
@@ -184,11 +187,6 @@ class Samples(RowSource):
 def share(count: int, total: int) -> str:
     """A count and its share of the total, in words."""
     return f"{count:,}, {100 * count / max(total, 1):.2f}%"
-
-
-def sidecars(files: Sequence[TokenFile]) -> list[tuple[TokenFile, Sidecar]]:
-    """The files that have sidecars, with these."""
-    return [(file, found) for file in files if (found := Sidecar.read(file.path, file.num_tokens)) is not None]
 
 
 class Windows(Samples):
@@ -214,7 +212,7 @@ class Windows(Samples):
 
     def read(self, samples: np.ndarray) -> Rows:
         """The windows with the numbers `samples` (n,), not packed. Targets that the file's masks exclude are -100."""
-        rows = empty_rows(len(samples), self.seq_len, None)
+        rows = Rows.empty(len(samples), self.seq_len, None)
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
@@ -224,53 +222,6 @@ class Windows(Samples):
             rows.tokens[row, place] = ids[:-1]
             aim(rows.targets[row, place], ids, trained)
         return rows
-
-
-def open_files(patterns: Iterable[str], vocab_size: int) -> list[TokenFile]:
-    """The token files that `patterns` (paths or globs) name: in the order given, sorted within a glob.
-
-    Raises one DataError with everything that is wrong: no match, a file named twice, a bad file, or one with an id that
-    is not in the vocabulary (see CHECKED_ENDS).
-    """
-    files: list[TokenFile] = []
-    with all_problems() as problems:
-        for path in matched(patterns, problems, skip=SUFFIX):
-            with noted(problems):
-                files.append(file := TokenFile.open(path))
-                file.check_ids(vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
-                file.check_ids(vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
-    return files
-
-
-def require_one_tokenizer(files: Iterable[TokenFile], model: Path | None = None) -> None:
-    """Raises DataError if the files' headers and sidecars name more than one tokenizer, or are unreadable.
-
-    `model` is the folder of the model: if it has a tokenizer.json, the files must have the ids of that.
-    """
-    first: dict[str, tuple[TokenFile, str, Path | None]] = {}  # tokenizer hash -> who has it, its name, its folder
-    with all_problems() as problems:
-        for file in files:
-            with noted(problems):
-                sidecar = Sidecar.read(file.path, file.num_tokens)
-                said = sidecar.tokenizer if sidecar is not None else None
-                found = file.header.tokenizer_sha256 or (said.sha256 if said else None)
-                if said and found != said.sha256:
-                    problems.append(
-                        f"{file.path} and its sidecar name different tokenizers: make both again, or delete the sidecar"
-                    )
-                elif found:
-                    folder = file.path.parent / said.folder if said else None
-                    first.setdefault(found, (file, said.source if said else f"sha256 {found[:12]}...", folder))
-        if len(first) > 1:
-            named = [f"{file.path} ({name})" for file, name, _ in first.values()]
-            problems.append(f"the files are of different tokenizers: {', '.join(named)}: tokenize all with one")
-        elif first and model is not None and (model / "tokenizer.json").is_file():
-            ((found, (file, name, folder)),) = first.items()
-            if tokenizer_hash(model) != found and not (folder and same_ids(folder, model)):
-                problems.append(
-                    f"{file.path} is of another tokenizer ({name}) than the model's in {model}: tokenize the text "
-                    f"with --tokenizer {model}, or train another model"
-                )
 
 
 def sample_order(places: np.ndarray, num_samples: int, seed: int) -> np.ndarray:

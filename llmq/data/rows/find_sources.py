@@ -37,8 +37,8 @@ from llmq.data.rows.row_files import (
     count_rows,
     train_test_order,
 )
-from llmq.data.tokens.cache import content_hash, is_whole, key_of
-from llmq.data.tokens.pipeline import PART_TOKENS, RowWork, TextWork, Work
+from llmq.data.tokens.cache import PART_TOKENS, content_hash, is_whole, key_of
+from llmq.data.tokens.pipeline import RowWork, TextWork, Work
 from llmq.data.tokens.text import Texts, open_documents, split
 from llmq.data.tokens.tokenizer import TextTokenizer, copied_files
 from llmq.disk import cache_folder, write_whole

@@ -25,6 +25,7 @@ from llmq.disk import cache_folder, reading, storage, write_whole
 from llmq.errors import StorageError
 
 MANIFEST = "manifest.json"
+PART_TOKENS = 100_000_000  # llm.q's: a part ends with the first document that reaches it
 REMEMBERED_BYTES = 1 << 26  # a smaller file is hashed again sooner than a note of its hash is written
 
 

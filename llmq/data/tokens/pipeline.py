@@ -1,13 +1,9 @@
-"""From text and rows to token ids, in order, and to token files in parts of bounded size.
+"""From text and rows to token ids, in order.
 
 One thread reads ahead, and batches are tokenized two at a time. The tokenizers library works on a batch with all cores
 and without Python's lock; what Python does for a batch of text (reading it, making arrays of ids) is done meanwhile for
 its neighbours. For rows Python does much more (templates, masks), so that many rows are tokenized by as many
 processes as there are cores.
-
-Files are written in a folder of their own, with a manifest that names the finished parts, which outlive the process. An
-interrupted run that is asked for the same (by the key of all that the files are made from) continues after the last
-finished part, and the files have the bytes that they would have had.
 """
 
 from __future__ import annotations
@@ -17,12 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from multiprocessing.connection import Connection, Pipe
 from operator import itemgetter
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -30,22 +25,16 @@ import numpy as np
 
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts
-from llmq.data.rows.row_files import BadRow, BadRows, Record, Row, RowSequence
+from llmq.data.rows.row_files import BadRow, Record, Row, RowSequence
 from llmq.data.stream import START, Position, ReadAhead
-from llmq.data.tokens.cache import FinishedPart, Manifest, StreamProgress
 from llmq.data.tokens.text import Document, pieces
-from llmq.data.tokens.token_file import TokenWriter
 from llmq.data.tokens.tokenizer import TextTokenizer
-from llmq.disk import storage
 from llmq.errors import LlmqError
-from llmq.hardware.cores import num_cores
 
 BATCH_CHARACTERS = 1 << 19  # tokenized at once: the library holds some 25 MB meanwhile
 BATCH_ROWS = 2048
 AT_ONCE = 2  # batches: while one of them ends with less work than there are cores, the other has some
 FEW = 3  # batches of rows, of about a second each: a process takes longer than that to begin
-MOST_PROCESSES = 16
-PART_TOKENS = 100_000_000  # llm.q's: a part ends with the first document that reaches it
 T = TypeVar("T")
 Placed = list[tuple[Position, T]]  # pieces of text or rows, with the position after each
 
@@ -277,102 +266,3 @@ def tokenized(
         pool.shutdown(cancel_futures=True)
         if workers:
             workers.close()
-
-
-@dataclass(frozen=True)
-class TokenStream:
-    """Documents in order, and the files that they fill: the first `eval_tokens` in eval.bin, the others in parts.
-
-    No part is begun after `limit` tokens in all. One part is `name`.bin, unless files are `numbered` in any case.
-    """
-
-    name: str
-    work: Work
-    has_masks: bool = False
-    eval_tokens: int = 0
-    limit: int | None = None
-    numbered: bool = False
-    whole: bool = False  # one part, whatever its size
-
-
-@dataclass
-class Producer:
-    """Makes the files of several streams in `folder`, one stream after the other, from where `manifest` says."""
-
-    folder: Path
-    manifest: Manifest
-    tokenizer: TextTokenizer
-    skip_bad_rows: int
-    on_progress: Callable[[Sequence[StreamProgress]], None]
-    writer: TokenWriter | None = None  # of the part that is being written
-
-    def run(self, streams: Sequence[TokenStream]) -> list[StreamProgress]:
-        """The finished streams."""
-        done = self.manifest.streams
-        done += [StreamProgress() for _ in streams[len(done) :]]
-        for self.stream, self.done in zip(streams, done, strict=True):
-            if not self.done.finished:
-                self._fill(BadRows(self.skip_bad_rows, sum(progress.bad for progress in done)))
-        return done
-
-    def _fill(self, bad: BadRows) -> None:
-        """Tokenizes to the end of the stream or its limit."""
-        done = self.done
-        try:
-            processes = min(num_cores(), MOST_PROCESSES)
-            with closing(tokenized(self.stream.work, done.position, processes)) as batches:
-                for position, batch in batches:
-                    for row in batch.bad:
-                        bad.add(row)
-                    has_room = self._append(batch.tokens)
-                    done.position, done.skipped = position, max(done.skipped - len(batch.tokens.ids), 0)
-                    done.rows.add(batch.counts)
-                    done.num_bytes += batch.num_bytes
-                    done.bad += len(batch.bad)
-                    self.on_progress(self.manifest.streams)
-                    if not has_room:
-                        break
-            self._end_part()
-        finally:
-            if self.writer is not None:
-                self.writer.discard()
-                self.writer = None
-        if not self.stream.numbered and len(done.parts) == 1 + bool(self.stream.eval_tokens):
-            # the only part that has a number needs none
-            numbered, done.parts[-1].name = done.parts[-1].name, f"{self.stream.name}.bin"
-            with storage(self.folder):
-                os.replace(self.folder / numbered, self.folder / done.parts[-1].name)
-        done.finished = True
-        self.manifest.write(self.folder)
-
-    def _append(self, tokens: TokenSpan) -> bool:
-        """Writes a batch, in several parts where one is full; returns whether there is room for more."""
-        stream, done, start = self.stream, self.done, min(self.done.skipped, len(tokens.ids))
-        while True:
-            size = sys.maxsize >> 1 if stream.whole else min(PART_TOKENS, stream.limit or PART_TOKENS)
-            if stream.eval_tokens and not done.parts:
-                size = stream.eval_tokens
-            room = size - (self.writer.num_tokens if self.writer is not None else 0)
-            index = int(np.searchsorted(tokens.stops, start + room))  # of the document with which the part is full
-            is_full = index < len(tokens.stops)
-            stop = int(tokens.stops[index]) if is_full else len(tokens.ids)
-            if start < stop:
-                number = len(done.parts) - bool(stream.eval_tokens)
-                path = self.folder / ("eval.bin" if number < 0 else f"{stream.name}-{number:03d}.bin")
-                vocab_size, sha256 = self.tokenizer.vocab_size, self.tokenizer.sha256
-                self.writer = self.writer or TokenWriter(path, vocab_size, stream.has_masks, sha256)
-                self.writer.append(*tokens.part(start, stop))
-            if not is_full:
-                return True
-            self._end_part()
-            start = done.skipped = stop
-            self.manifest.write(self.folder)
-            if stream.limit is not None and done.num_tokens >= stream.limit:
-                return False
-
-    def _end_part(self) -> None:
-        if (writer := self.writer) is not None:
-            writer.finish()
-            self.writer = None
-            counts = {name: getattr(writer, name) for name in ("num_tokens", "num_documents", "num_trained")}
-            self.done.parts.append(FinishedPart(name=writer.path.name, **counts))

@@ -60,6 +60,7 @@ class Places(NamedTuple):
     """Where the parts of a token file lie, in bytes from its start."""
 
     masks: int
+    padding: int
     documents: int
     table: int  # of checksums
     end: int
@@ -81,19 +82,17 @@ class Header:
     def token_dtype(self) -> np.dtype:
         return np.dtype("<i4" if self.version < 3 else "<u2" if (self.vocab_size or 0) <= NARROW_IDS else "<u4")
 
-    @property
-    def mask_bytes(self) -> int:
-        return -(-self.num_tokens // 8) if self.has_masks else 0
-
     @cached_property
     def places(self) -> Places:
         masks = HEADER_BYTES + self.num_tokens * self.token_dtype.itemsize
-        documents = masks + self.mask_bytes
+        padding = masks + -(-self.num_tokens // 8) * self.has_masks
         if self.version < 3:
-            return Places(masks, documents, documents, documents)
-        documents = -(-documents // 8) * 8
+            return Places(masks, padding, padding, padding, padding)
+        documents = -(-padding // 8) * 8
         table = documents + START.itemsize * (self.num_documents + 1)
-        return Places(masks, documents, table, table + CHECKSUM.itemsize * -(-(table - HEADER_BYTES) // BLOCK_BYTES))
+        return Places(
+            masks, padding, documents, table, table + CHECKSUM.itemsize * -(-(table - HEADER_BYTES) // BLOCK_BYTES)
+        )
 
     def to_bytes(self) -> bytes:
         """The bytes of the header in a file of version 3."""
@@ -134,9 +133,10 @@ class Header:
             is_right = zlib.crc32(data[:-4]) == int.from_bytes(data[-4:], "little")
         if not is_right:
             raise DataError(f"{path} has a damaged header of version {version}: copy or make it again")
-        if size != (end := header.places.end):
+        masks, padding, _, _, end = header.places
+        if size != end:
             parts = f"{header.num_tokens} tokens"
-            parts += f" and {header.mask_bytes} bytes of masks" if header.has_masks else ""
+            parts += f" and {padding - masks} bytes of masks" if header.has_masks else ""
             parts += f" and {header.num_documents} documents" if version >= 3 else ""
             raise DataError(
                 f"{path} {'is truncated' if size < end else 'has extra bytes'}: {size} bytes, but {parts} make {end}: "
@@ -183,8 +183,8 @@ class TokenFile:
     @cached_property
     def mask_bits(self) -> np.ndarray | None:
         """(ceil(num_tokens / 8),) uint8, or None: every token is trained."""
-        start = self.header.places.masks
-        return self.data[start : start + self.header.mask_bytes] if self.header.has_masks else None
+        masks, padding = self.header.places[:2]
+        return self.data[masks:padding] if self.header.has_masks else None
 
     @cached_property
     def document_starts(self) -> np.ndarray:
@@ -193,7 +193,7 @@ class TokenFile:
         A file of version 1 or 2 is one document. Raises DataError if the file is damaged here, or the starts do not
         rise from 0 to num_tokens.
         """
-        _, begin, end, _ = self.header.places
+        begin, end = self.header.places.documents, self.header.places.table
         if self.header.version < 3:
             return np.array([0, self.num_tokens][: self.header.num_documents + 1], np.int64)
         self._check_blocks(begin, end)

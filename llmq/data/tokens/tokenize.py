@@ -1,38 +1,41 @@
-"""From data to token files: found, encoded, written in parts, published together with what they were made from."""
+"""From data to token files: found, encoded, written in parts, published together with what they were made from.
+
+Files are written in a folder of their own, with a manifest that names the finished parts, which outlive the process. An
+interrupted run that is asked for the same (by the key of all that the files are made from) continues after the last
+finished part, and the files have the bytes that they would have had.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
-from llmq.data.chat.encode import show
+from llmq.data.chat.encode import Encoder, show
 from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.rows.find_sources import Request, find_files, find_set
-from llmq.data.rows.row_files import Record
-from llmq.data.tokens.cache import MANIFEST, Manifest, StreamProgress, locked
-from llmq.data.tokens.pipeline import Producer, TokenStream
+from llmq.data.rows.row_files import BadRows, Record
+from llmq.data.tokens.cache import MANIFEST, PART_TOKENS, FinishedPart, Manifest, StreamProgress, locked
+from llmq.data.tokens.pipeline import TokenSpan, Work, tokenized
 from llmq.data.tokens.text import Texts
-from llmq.data.tokens.token_file import TokenFile
-from llmq.data.tokens.tokenizer import (
-    FOLDER,
-    Sidecar,
-    TextTokenizer,
-    TokenizerNote,
-    copy_tokenizer,
-    rebuilt_warning,
-    sidecar_name,
-)
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
+from llmq.data.tokens.tokenizer import FOLDER, Sidecar, TextTokenizer, copy_tokenizer, rebuilt_warning, sidecar_name
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
+from llmq.hardware.cores import num_cores
 from llmq.screen import Report
 
+MOST_PROCESSES = 16
 WORK = ".partial"  # where files are made, in the folder that they are for
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
@@ -116,9 +119,9 @@ def make(request: Request, work: Path, on_progress: Report, say: Say, begun: dat
     """
     tokenizer, found = request.tokenizer, request.found
     resumed = Manifest.unfinished(work, request.key)
-    if resumed is None:
-        _clear(work)
     with storage(work):
+        if resumed is None and work.exists():
+            shutil.rmtree(work)
         for left in work.glob(".*"):  # what was being written when an earlier call was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     manifest = resumed or Manifest(key=request.key, begun=begun or datetime.now())
@@ -127,18 +130,8 @@ def make(request: Request, work: Path, on_progress: Report, say: Say, begun: dat
         say(encoder.describe())
     if resumed is not None:
         say("resuming where an earlier call for the same data was interrupted")
-
-    def report(streams: Sequence[StreamProgress]) -> None:
-        done = (stream.rows.rows if found.num_bytes is None else stream.num_bytes for stream in streams)
-        on_progress(sum(done), found.num_bytes)
-
-    has_masks = encoder is not None and encoder.format.name != "text"
-    train = request.work(found.train, encoder)
-    streams = [TokenStream("train", train, has_masks, found.eval_tokens, found.limit, found.numbered)]
-    if found.evaluation is not None:
-        streams.append(TokenStream("eval", request.work(found.evaluation, encoder), has_masks, whole=True))
     try:
-        made = Producer(work, manifest, tokenizer, request.skip_bad_rows, report).run(streams)
+        made = Producer(request, work, manifest, encoder, on_progress).run()
         manifest.notes = _check(request, work, made)
         copy_tokenizer(tokenizer.folder, work / FOLDER)
         of_text = f"each ends with {tokenizer.eos_token}; text that spells a special token is ordinary text"
@@ -151,24 +144,108 @@ def make(request: Request, work: Path, on_progress: Report, say: Say, begun: dat
                 text=found.asked,
                 bad_rows=sum(stream.bad for stream in made),
                 end_token_ids=tuple(sorted(set(ends).union(*(stream.rows.end_tokens for stream in made)))),
-                tokenizer=TokenizerNote.model_validate({**vars(tokenizer), "folder": FOLDER}),
+                tokenizer=tokenizer.note(),
                 chat_template=encoder.template_note if encoder else None,
             ).write(work / part.name)
     except BaseException:
         if (work / MANIFEST).exists():
             say("finished parts are kept: the same command resumes after them")
         else:
-            _clear(work)
+            shutil.rmtree(work, ignore_errors=True)
         raise
     for note in manifest.notes:
         say(note)
     return manifest
 
 
-def _clear(work: Path) -> None:
-    if work.exists():
-        with storage(work):
-            shutil.rmtree(work)
+@dataclass
+class Producer:
+    """Makes the files of a request in `folder`, from where `manifest` says: those of the training data, then eval.bin.
+
+    The first `eval_tokens` of the training data are in eval.bin, the others in parts, of which none is begun after
+    `limit` tokens in all. One part is train.bin, unless files are `numbered` in any case.
+    """
+
+    request: Request
+    folder: Path
+    manifest: Manifest
+    encoder: Encoder | None
+    on_progress: Report
+    writer: TokenWriter | None = None  # of the part that is being written
+
+    def run(self) -> list[StreamProgress]:
+        """The finished streams."""
+        found, done = self.request.found, self.manifest.streams
+        streams = [found.train, *([] if found.evaluation is None else [found.evaluation])]
+        done += [StreamProgress() for _ in streams[len(done) :]]
+        for stream, self.done in zip(streams, done, strict=True):
+            self.is_train = stream is found.train
+            if not self.done.finished:
+                bad = BadRows(self.request.skip_bad_rows, sum(progress.bad for progress in done))
+                self._fill(self.request.work(stream, self.encoder), bad)
+        return done
+
+    def _fill(self, work: Work, bad: BadRows) -> None:
+        """Tokenizes to the end of the stream or its limit."""
+        found, done, streams = self.request.found, self.done, self.manifest.streams
+        try:
+            with closing(tokenized(work, done.position, min(num_cores(), MOST_PROCESSES))) as batches:
+                for position, batch in batches:
+                    for row in batch.bad:
+                        bad.add(row)
+                    has_room = self._append(batch.tokens)
+                    done.position, done.skipped = position, max(done.skipped - len(batch.tokens.ids), 0)
+                    done.rows.add(batch.counts)
+                    done.num_bytes += batch.num_bytes
+                    done.bad += len(batch.bad)
+                    counts = (one.rows.rows if found.num_bytes is None else one.num_bytes for one in streams)
+                    self.on_progress(sum(counts), found.num_bytes)
+                    if not has_room:
+                        break
+            self._end_part()
+        finally:
+            if self.writer is not None:
+                self.writer.discard()
+                self.writer = None
+        if self.is_train and not found.numbered and len(done.parts) == 1 + bool(found.eval_tokens):
+            # the only part that has a number needs none
+            numbered, done.parts[-1].name = done.parts[-1].name, "train.bin"
+            with storage(self.folder):
+                os.replace(self.folder / numbered, self.folder / "train.bin")
+        done.finished = True
+        self.manifest.write(self.folder)
+
+    def _append(self, tokens: TokenSpan) -> bool:
+        """Writes a batch, in several parts where one is full; returns whether there is room for more."""
+        found, tokenizer, done, start = self.request.found, self.request.tokenizer, self.done, self.done.skipped
+        while True:
+            number = len(done.parts) - bool(found.eval_tokens)
+            name, size = f"train-{number:03d}.bin", min(PART_TOKENS, found.limit or PART_TOKENS)
+            if number < 0 or not self.is_train:
+                name, size = "eval.bin", found.eval_tokens if self.is_train else sys.maxsize >> 1
+            room = size - (self.writer.num_tokens if self.writer is not None else 0)
+            index = int(np.searchsorted(tokens.stops, start + room))  # of the document with which the part is full
+            is_full = index < len(tokens.stops)
+            stop = int(tokens.stops[index]) if is_full else len(tokens.ids)
+            if start < stop:
+                has_masks = self.encoder is not None and self.encoder.format.name != "text"
+                about = (tokenizer.vocab_size, has_masks, tokenizer.sha256)
+                self.writer = self.writer or TokenWriter(self.folder / name, *about)
+                self.writer.append(*tokens.part(start, stop))
+            if not is_full:
+                return True
+            self._end_part()
+            start = done.skipped = stop
+            self.manifest.write(self.folder)
+            if found.limit is not None and done.num_tokens >= found.limit:
+                return False
+
+    def _end_part(self) -> None:
+        if (writer := self.writer) is not None:
+            writer.finish()
+            self.writer = None
+            counts = {name: getattr(writer, name) for name in ("num_tokens", "num_documents", "num_trained")}
+            self.done.parts.append(FinishedPart(name=writer.path.name, **counts))
 
 
 def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list[str]:
@@ -176,11 +253,10 @@ def _check(request: Request, work: Path, made: Sequence[StreamProgress]) -> list
     name = request.found.name
     try:
         require_trained(f"{name}: the training data", made[0].counts, made[0].bad)
-        for held in made[1:]:
-            if not request.found.may_lack_evaluation:
-                require_trained(f"{name}: the evaluation data", held.counts, held.bad, NO_EVALUATION)
+        for held in () if request.found.may_lack_evaluation else made[1:]:
+            require_trained(f"{name}: the evaluation data", held.counts, held.bad, NO_EVALUATION)
     except DataError:
-        _clear(work)
+        shutil.rmtree(work, ignore_errors=True)
         raise
     counts = Counts()
     for stream in made:

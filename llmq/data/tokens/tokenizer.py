@@ -102,6 +102,10 @@ class TextTokenizer:
             in_pieces=in_pieces,
         )
 
+    def note(self) -> TokenizerNote:
+        """What a token file says of it; its files lie in FOLDER."""
+        return TokenizerNote.model_validate({**vars(self), "folder": FOLDER})
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Opened again by the process that it is sent to."""
         return TextTokenizer.open, (str(self.folder), None, self.eos_token)

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,17 @@ def no_thread_is_left():
     assert threading.active_count() == before
 
 
-def make_windows(folder: Path, num_windows: int) -> Windows:
-    """Windows whose first token is the window's number."""
+def make_windows(folder: Path, num_windows: int, before: Callable[[], None] = lambda: None) -> Windows:
+    """Windows whose first token is the window's number; `before` is called when some are read."""
+
+    class Watched(Windows):
+        def read(self, samples: np.ndarray) -> Rows:
+            before()
+            return super().read(samples)
+
     tokens = np.repeat(np.arange(num_windows + 1), T)[: num_windows * T + 1]
     write_tokens(folder / "a.bin", tokens, vocab_size=num_windows + 1)
-    return Windows([TokenFile.open(folder / "a.bin")], RowForm(T, num_windows + 1))
+    return Watched([TokenFile.open(folder / "a.bin")], RowForm(T, num_windows + 1))
 
 
 def samples(loader: Loader, batches: int) -> list[int]:
@@ -60,17 +67,15 @@ def test_epochs_have_every_window_once_in_an_order_of_their_own_and_wrap_into_th
     assert len({*orders, tuple(range(30))}) == 7
 
 
-def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path, monkeypatch) -> None:
-    windows, reads = make_windows(tmp_path, 8), list[threading.Thread]()
+def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_path: Path) -> None:
+    reads: list[threading.Thread] = []
 
-    def read(samples: np.ndarray) -> Rows:
+    def read() -> None:
         reads.append(threading.current_thread())
         if len(reads) == 3:
             raise DataError("token 5 is bad")
-        return Windows.read(windows, samples)
 
-    monkeypatch.setattr(windows, "read", read)
-    with Loader(RankBatches(windows, 2, 0)) as loader:
+    with Loader(RankBatches(make_windows(tmp_path, 8, read), 2, 0)) as loader:
         assert len(samples(loader, 2)) == 4
         for _ in range(2):
             with pytest.raises(DataError, match="token 5 is bad"):
@@ -78,24 +83,21 @@ def test_an_error_in_the_thread_is_raised_by_next_after_the_good_batches(tmp_pat
     assert threading.main_thread() not in reads
 
 
-def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> None:
+def test_it_reads_ahead_but_not_without_bound(tmp_path: Path) -> None:
     """What was read ahead is there without another read: the fifth one waits until four batches are taken.
 
     Nor is what lies in the queue waited for, in the best of several turns, however busy the machine is.
     """
     assert PREFETCHED >= 4
-    windows, held, reads = make_windows(tmp_path, 8), threading.Event(), []
+    held, reads = threading.Event(), list[int]()
 
-    def read(samples: np.ndarray) -> Rows:
+    def read() -> None:
         reads.append(1)
         if len(reads) == PREFETCHED + 1:
             held.wait(60)
-        return Windows.read(windows, samples)
 
-    monkeypatch.setattr(windows, "read", read)
-    with Loader(RankBatches(windows, 2, 0)) as loader:
-        for _ in range(PREFETCHED):
-            loader.next()
+    with Loader(RankBatches(make_windows(tmp_path, 8, read), 2, 0)) as loader:
+        samples(loader, PREFETCHED)
         assert not held.is_set() and len(reads) <= PREFETCHED + 1
         held.set()
         loader.next()
@@ -109,21 +111,19 @@ def test_it_reads_ahead_but_not_without_bound(tmp_path: Path, monkeypatch) -> No
 
 
 def test_the_wait_is_measured(tmp_path: Path, monkeypatch) -> None:
-    windows, clock, asked = make_windows(tmp_path, 8), [0.0], threading.Event()
+    clock, asked = [0.0], threading.Event()
 
-    def read(samples: np.ndarray) -> Rows:
+    def read() -> None:
         asked.wait(60)
         clock[0] += 0.05
-        return Windows.read(windows, samples)
 
     def now() -> float:
         found = clock[0]
         asked.set()
         return found
 
-    monkeypatch.setattr(windows, "read", read)
     monkeypatch.setattr("llmq.data.batches.loader.time.perf_counter", now)
-    with Loader(RankBatches(windows, 2, 0)) as loader:
+    with Loader(RankBatches(make_windows(tmp_path, 8, read), 2, 0)) as loader:
         assert loader.next().wait_ms >= 50
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import chain, islice, takewhile
 from pathlib import Path
@@ -16,10 +17,10 @@ from packed_rows import cut, taken_apart
 from llmq.data.batches import named_data
 from llmq.data.batches.loader import Data, Loader, RankBatches
 from llmq.data.batches.named_data import StreamedRows, open_stream
-from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Rows, stacked
+from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Rows
 from llmq.data.chat.encoded import EncodeOptions
-from llmq.data.rows.find_sources import Found, Request
-from llmq.data.rows.row_files import FileRows, RowFile
+from llmq.data.rows.find_sources import Request, find_files
+from llmq.data.rows.row_files import FileRows
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -106,13 +107,13 @@ def test_it_has_every_token_in_a_pass_and_resumes_at_any_row(
         while len(whole) < at + 5 or epochs[-1] < 2:
             whole.append(next(rows))
             epochs.append(whole[-1][0]["epoch"])
-        found = stacked([row for _, row in whole])
+        found = Rows.stacked([row for _, row in whole])
         assert found.tokens.dtype == found.targets.dtype == np.int32
         if docs is None:
             assert (found.tokens.tolist(), found.targets.tolist()) == windows_of(shards, len(whole))
         lengths = [length for shard in shards for ids, _ in shard for length in lengths_of(ids) if length]
         for epoch in (0, 1) if docs else ():
-            mine = stacked([row for (_, row), number in zip(whole, epochs[:-1], strict=True) if number == epoch])
+            mine = Rows.stacked([row for (_, row), number in zip(whole, epochs[:-1], strict=True) if number == epoch])
             assert (mine.borders is None) == (docs == 1) and (docs == 1 or mine.borders.shape[1] == docs + 1)
             assert taken_apart(mine) == cut(*one_long(shards), lengths, T)
         opened: list[tuple[int, int, int]] = []
@@ -150,7 +151,7 @@ def test_loaders_of_any_world_and_start_read_the_same(
             for step in (skip, skip + 1):
                 batch, at = loader.next(), (step * world + rank) * batch_size
                 found = (batch.tokens, batch.targets, batch.borders)
-                np.testing.assert_equal(found, stacked(rows[at : at + batch_size]))
+                np.testing.assert_equal(found, Rows.stacked(rows[at : at + batch_size]))
                 assert batch.position == (step + 1) * batch_size * world
                 last = states[batch.position - 1]
                 assert batch.stream is not None and batch.epoch == last["epoch"]
@@ -160,7 +161,7 @@ def test_loaders_of_any_world_and_start_read_the_same(
 def test_a_packed_stream_fills_its_rows() -> None:
     """Of documents of 1 to 3 tokens, which fit together well, but for the last row of each group."""
     sizes = np.random.default_rng(0).integers(1, 4, 4000)
-    some = stacked([row for _, row in islice(stream_of(drawn([sizes.tolist()]), max_docs=5).read(), 1500)])
+    some = Rows.stacked([row for _, row in islice(stream_of(drawn([sizes.tolist()]), max_docs=5).read(), 1500)])
     assert np.mean(some.tokens > 0) > 0.99
 
 
@@ -200,23 +201,27 @@ def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
 LONG = 8  # tokens of a row of files
 
 
-def stream_of_files(
-    folder: Path, tokenizer: Path, options: EncodeOptions | None = None, kind: str = WINDOWS, **part: Any
+def opened(
+    lines: list[list[str]],
+    folder: Path,
+    tokenizer: Path,
+    form: RowForm,
+    options: EncodeOptions | None = None,
+    **part: Any,
 ) -> StreamedRows:
+    """A part of files of these lines."""
+    for number, mine in enumerate(lines):
+        (folder / f"{number}.jsonl").write_text("".join(f"{line}\n" for line in mine))
+    found = find_files([str(folder / "*.jsonl")], streaming=True)
+    assert isinstance(found.train, FileRows)
+    found, name = replace(found, train=replace(found.train, **part)), TextTokenizer.open(str(tokenizer))
+    return open_stream(Request(found, name, options or EncodeOptions()), form, lambda text: None)
+
+
+def stream_of_files(folder: Path, tokenizer: Path, options=None, kind: str = WINDOWS, **part) -> StreamedRows:
     """A part of three files of 40 rows."""
-    files = []
-    for number in range(3):
-        path = folder / f"{number}.jsonl"
-        path.write_text(
-            "".join(json.dumps({"text": f"{number} {row} say" * (row % 4 + 1)}) + "\n" for row in range(40))
-        )
-        file = RowFile.of(path)
-        assert file is not None
-        files.append(file)
-    opened = TextTokenizer.open(str(tokenizer))
-    found = Found("rows", ("rows",), FileRows(tuple(files), **part), None, "all")
-    request = Request(found, opened, options or EncodeOptions())
-    return open_stream(request, RowForm(LONG, opened.vocab_size, kind), lambda text: None)
+    rows = [[json.dumps({"text": f"{n} {row} say" * (row % 4 + 1)}) for row in range(40)] for n in range(3)]
+    return opened(rows, folder, tokenizer, RowForm(LONG, 1000, kind), options, **part)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +249,7 @@ def test_a_row_that_becomes_several_documents_is_packed_as_several(tmp_path: Pat
     for _, document in islice(stream.documents(0, START), 20):
         whole, rest = divmod(len(document.ids), LONG)
         assert np.diff(document.stops, prepend=0).tolist() == [LONG] * whole + [rest] * (rest > 0)
-    rows = stacked([row for state, row in islice(stream.read(), 400) if state["epoch"] == 0])
+    rows = Rows.stacked([row for state, row in islice(stream.read(), 400) if state["epoch"] == 0])
     docs, lengths = stream.form.docs, np.diff(rows.borders, axis=1)
     assert docs and stream.limits == (docs, LONG)
     assert len(lengths) > 100 and (lengths == LONG).any() and docs == (lengths > 0).sum(1).max()
@@ -255,16 +260,10 @@ def test_the_documents_of_a_row_are_known_from_the_first_rows(
     tmp_path: Path, small_tokenizer: Path, layout: str, max_docs: int | None, docs: int
 ) -> None:
     """Few as they are, they tell how many fit into a long row."""
-    path = tmp_path / "short.jsonl"
-    path.write_text('{"input_ids": [5, 6, 7]}\n' * 2000)
-    file = RowFile.of(path)
-    assert file is not None
-    tokenizer = TextTokenizer.open(str(small_tokenizer))
-    found = Found("rows", ("rows",), FileRows((file,)), None, "all")
-    request = Request(found, tokenizer, EncodeOptions())
+    rows = [['{"input_ids": [5, 6, 7]}'] * 2000]
     for seq_len, expected in ((12, docs), (1200, {4: 400}.get(docs, docs))):
-        form = RowForm(seq_len, tokenizer.vocab_size, layout, 0, max_docs)
-        assert open_stream(request, form, lambda text: None).form.docs == expected
+        form = RowForm(seq_len, 1000, layout, 0, max_docs)
+        assert opened(rows, tmp_path, small_tokenizer, form).form.docs == expected
 
 
 def test_two_streams_have_two_keys(tmp_path: Path, small_tokenizer: Path) -> None:

@@ -8,7 +8,7 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader, eval_batches, open_data
 from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.packing import Packs
-from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Windows, stacked
+from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows
 from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.errors import UsageError
@@ -78,7 +78,7 @@ def test_a_stream_has_the_same_text_and_resumes(max_docs):
         form = RowForm(10 + num_virtual, VOCAB, PACKED if max_docs else WINDOWS, 0, max_docs, num_virtual)
         found = StreamedRows(tokens, form, "it").read(state or ())
         states, rows = zip(*(next(found) for _ in range(count)), strict=True)
-        return states, stacked(rows)
+        return states, Rows.stacked(rows)
 
     (states, rows), (_, plain) = rows_of(N, 6), rows_of(0, 6)
     assert not rows.tokens[:, :N].any() and (rows.targets[:, :N] == -100).all() and rows.tokens.shape[1] == 10 + N

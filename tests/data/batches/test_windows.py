@@ -1,7 +1,6 @@
 """Rows: which layout they have and why; windows of several files, with masks; which files a pattern names."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_files import legacy_bytes, write_tokens
 
-from llmq.data.batches import rows as rows_module
-from llmq.data.batches.rows import (
-    PACKED,
-    PADDED,
-    WINDOWS,
-    RowForm,
-    RowLayout,
-    Windows,
-    choose_row_layout,
-    open_files,
-    require_one_tokenizer,
-)
+from llmq.data.batches import loader
+from llmq.data.batches.loader import open_samples, require_one_tokenizer
+from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Samples, Windows
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import Sidecar, TokenizerNote, sidecar_name, tokenizer_hash
 from llmq.errors import DataError, UsageError
@@ -65,15 +55,15 @@ def write(path: Path, tokens: list[int] | np.ndarray, vocab_size: int = 100) -> 
     return path
 
 
-def open_windows(patterns: list[str], seq_len: int, vocab_size: int) -> Windows:
-    return Windows(open_files(patterns, vocab_size), RowForm(seq_len, vocab_size))
+def open_windows(patterns: list[str], seq_len: int, vocab_size: int) -> Samples:
+    return open_samples(patterns, RowForm(seq_len, vocab_size))
 
 
 def test_patterns_are_files_sorted_within_a_glob_and_no_sidecars(tmp_path: Path) -> None:
     for name in ("b2.bin", "b1.bin", "a.bin", "c[1].bin"):
         write(tmp_path / name, [1, 2, 3])
     (tmp_path / "b1.json").write_text("{}")
-    found = open_files([str(tmp_path / name) for name in ("b*", "a.bin", "c[1].bin")], 9)
+    found = open_windows([str(tmp_path / name) for name in ("b*", "a.bin", "c[1].bin")], 1, 9).token_files
     assert [file.path.name for file in found] == ["b1.bin", "b2.bin", "a.bin", "c[1].bin"]
 
 
@@ -82,7 +72,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "bad.bin").write_bytes(b"hello")
     patterns = [str(good), str(good), str(tmp_path / "bad.bin"), str(tmp_path / "*.none"), str(tmp_path / "gone.bin")]
     with pytest.raises(DataError) as caught:
-        open_files(patterns, 9)
+        open_windows(patterns, 1, 9)
     for says in ("named twice", "not a token file", "no file matches", "gone.bin: cannot be read"):
         assert says in str(caught.value)
 
@@ -92,7 +82,7 @@ def test_foreign_ids_are_found_at_the_start_or_within_a_large_file_when_read(tmp
     with pytest.raises(DataError) as caught:
         open_windows(paths, 1, 99)
     assert str(caught.value).count("token 2 has the id 99") == 2
-    monkeypatch.setattr(rows_module, "CHECKED_ENDS", 4)
+    monkeypatch.setattr(loader, "CHECKED_ENDS", 4)
     tokens = np.ones(20, int)
     tokens[12] = 50
     windows = open_windows([str(write(tmp_path / "a.bin", tokens))], 3, 50)
@@ -168,29 +158,24 @@ WHY_NOT = "packed rows in bf16 need a GPU of compute capability 9.0 or later, an
     ],
 )
 def test_the_data_decides_what_the_options_leave_open(packing, has_rows, cannot_pack, kind, why):
-    assert choose_row_layout(packing, None, has_rows=has_rows, cannot_pack=cannot_pack) == RowLayout(kind, why)
+    assert RowLayout.choose(packing, None, has_rows=has_rows, cannot_pack=cannot_pack) == RowLayout(kind, why)
 
 
 def test_packing_that_was_asked_for_is_never_replaced():
     with pytest.raises(UsageError, match=r"--packing: packed rows .* A100 has 8.0: use --no-packing, .*--model-dtype"):
-        choose_row_layout(True, None, has_rows=True, cannot_pack=WHY_NOT)
+        RowLayout.choose(True, None, has_rows=True, cannot_pack=WHY_NOT)
     with pytest.raises(UsageError, match="--max-docs 3 is for packed rows: leave it out"):
-        choose_row_layout(None, 3, has_rows=True, cannot_pack=WHY_NOT)
+        RowLayout.choose(None, 3, has_rows=True, cannot_pack=WHY_NOT)
     with pytest.raises(UsageError, match="--max-docs 3 is for packed rows: add --packing, or leave it out"):
-        choose_row_layout(None, 3, has_rows=False)
-    assert choose_row_layout(None, 3, has_rows=True).kind == PACKED
+        RowLayout.choose(None, 3, has_rows=False)
+    assert RowLayout.choose(None, 3, has_rows=True).kind == PACKED
 
 
 @pytest.mark.parametrize(
     ("saved", "kind", "fix"),
-    [
-        (PACKED, PACKED, None),
-        (PADDED, PACKED, "--no-packing"),
-        (WINDOWS, PADDED, "--packing=windows"),
-        (PACKED, WINDOWS, "--packing"),
-    ],
+    [(PADDED, PACKED, "--no-packing"), (WINDOWS, PADDED, "--packing=windows"), (PACKED, WINDOWS, "--packing")],
 )
 def test_a_checkpoint_of_another_layout_is_refused_with_the_option_that_continues_it(saved, kind, fix):
-    refused = pytest.raises(UsageError, match=f"would train on {kind} .by default.: add {fix} to continue it")
-    with refused if fix else nullcontext():
+    with pytest.raises(UsageError, match=f"would train on {kind} .by default.: add {fix} to continue it"):
         RowLayout(kind, "by default").refuse_other({"row_layout": saved})
+    RowLayout(saved, "by default").refuse_other({"row_layout": saved})

@@ -46,7 +46,10 @@ def joined(found: Iterable[TokenBatch]) -> tuple[list[int], list[int]]:
 def test_text_begins_and_ends_once_and_continues_after_any_batch(
     tmp_path: Path, monkeypatch, begins: bool, in_pieces: bool
 ) -> None:
-    """Also where the tokenizer itself puts a token before a text; text that spells a special one is ordinary text."""
+    """Also where the tokenizer itself puts a token before a text; text that spells a special one is ordinary text.
+
+    A long row is tokenized as a text file is.
+    """
     monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
     monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", 200)
     monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
@@ -70,6 +73,10 @@ def test_text_begins_and_ends_once_and_continues_after_any_batch(
     assert len(found) > (5 if in_pieces else 1) and sum(tokens.num_bytes for tokens in found) == sum(
         len(text.encode()) for text in texts
     )
+    monkeypatch.setattr("llmq.data.chat.encode.ENCODED_AT_ONCE", 100)
+    records = [Record(f"a:{n}", {"text": text}) for n, text in enumerate(texts)]
+    documents = open_encoder(records, tokenizer, EncodeOptions()).encode(records)
+    assert [document.ids.tolist() for document in documents] == wholes
     for count, position in enumerate(positions, 1):
         rest, _ = joined(tokens for _, tokens in tokenized(work, position))
         assert rest == ids[sum(len(before.tokens.ids) for before in found[:count]) :]
@@ -101,20 +108,6 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
     ids, trained, _ = once.tokens
     np.testing.assert_array_equal(ids, np.concatenate(alone))
     assert trained is not None and 0 < trained.sum() < len(ids)
-
-
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_a_long_row_is_tokenized_in_pieces_like_the_whole(monkeypatch, small_tokenizer: Path, in_pieces: bool) -> None:
-    monkeypatch.setattr("llmq.data.tokens.text.BLOCK_BYTES", 40)
-    monkeypatch.setattr("llmq.data.chat.encode.ENCODED_AT_ONCE", 100)
-    monkeypatch.setattr("llmq.data.tokens.tokenizer.tokenizes_in_pieces", lambda description: in_pieces)
-    texts = ["It's the king's \u00e9t\u00e9\n\n \U0001f600  isn't it?" * n for n in (1, 30, 9)]
-    tokenizer = TextTokenizer.open(str(small_tokenizer))
-    records = [Record(f"a:{n}", {"text": text}) for n, text in enumerate(texts)]
-    encoder = open_encoder(records, tokenizer, EncodeOptions())
-    documents = encoder.encode(records)
-    whole = [tokenizer.encoder.encode(text, add_special_tokens=False).ids for text in texts]
-    assert [document.ids.tolist() for document in documents] == [[*ids, tokenizer.eos_token_id] for ids in whole]
 
 
 @dataclass

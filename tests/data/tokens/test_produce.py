@@ -21,10 +21,10 @@ from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows import find_sources
 from llmq.data.rows.find_sources import Found, Request, find_files
 from llmq.data.rows.row_files import Record
-from llmq.data.tokens import pipeline
+from llmq.data.tokens import pipeline, tokenize
 from llmq.data.tokens import text as text_files
 from llmq.data.tokens.cache import Manifest
-from llmq.data.tokens.token_file import TokenFile
+from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.data.tokens.tokenize import cached
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.disk import cache_folder
@@ -37,7 +37,7 @@ SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "BATCH_ROWS": 7, "BLOCK_BY
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many parts and batches; they are not forced onto the disk, which only a loss of power would show."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    for module in (pipeline, find_sources, text_files):
+    for module in (pipeline, find_sources, text_files, tokenize):
         for name, value in SMALL.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
@@ -110,9 +110,7 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, ca
     assert breaks and any("resuming where" in text for text in said) == (make is not text)
 
 
-@pytest.mark.parametrize(
-    ("holder", "when"), [(pipeline.TokenWriter, "finish"), (Manifest, "write"), (pipeline.TokenWriter, "append")]
-)
+@pytest.mark.parametrize(("holder", "when"), [(TokenWriter, "finish"), (Manifest, "write"), (TokenWriter, "append")])
 def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, holder: type, when: str) -> None:
     """What an earlier run has left stays as it is until all is finished."""
     path = rows(tmp_path)
@@ -188,7 +186,7 @@ def test_parts_end_with_documents_and_hold_everything(tmp_path: Path, monkeypatc
         verified(file.path)
         assert np.all(file.tokens[file.document_starts[1:] - 1] == 0)  # EOS
         assert file.num_tokens - np.diff(file.document_starts)[-1] < 400
-    monkeypatch.setattr(pipeline, "PART_TOKENS", 10**9)
+    monkeypatch.setattr(tokenize, "PART_TOKENS", 10**9)
     (one,) = call(path, "one", eval_fraction=0)
     assert one.path.name == "train.bin"
     np.testing.assert_array_equal(np.concatenate([file.tokens for file in files]), one.tokens)
@@ -336,7 +334,7 @@ def test_files_of_an_earlier_run_are_not_left_beside_new_ones(tmp_path: Path, mo
         call(short)
     for path in (tmp_path / "out").glob("train-*.bin"):
         path.unlink()
-    monkeypatch.setattr(pipeline, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
+    monkeypatch.setattr(tokenize, "tokenized", lambda *_: pytest.fail("it is finished: it has only to be moved"))
     assert [file.path.name for file in call(short)] == ["train.bin", "eval.bin"]
     assert not (tmp_path / "out/.partial").exists()
 

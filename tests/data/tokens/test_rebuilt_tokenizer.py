@@ -96,13 +96,10 @@ def test_transformers_has_other_ids_there_and_the_advice_helps(
         assert judged() == ids and rebuilt_warning(folder) is None
 
 
-def test_qwen_itself_is_rebuilt_as_it_is(shared):
+def test_qwen_itself_and_a_folder_without_a_tokenizer_have_nothing_to_warn_of(tmp_path, shared):
+    assert rebuilt_warning(None) is None and rebuilt_warning(tmp_path, "qwen2") is None
     folder = shared("qwen2.5-tokenizer")
     assert [rebuilt_warning(folder, model_type) for model_type in ("qwen2", "qwen3", "llama", None)] == [None] * 4
-
-
-def test_a_folder_without_a_tokenizer_has_nothing_to_warn_of(tmp_path):
-    assert rebuilt_warning(None) is None and rebuilt_warning(tmp_path, "qwen2") is None
 
 
 def test_runs_and_tokenize_data_say_it_at_the_start(tmp_path, monkeypatch):

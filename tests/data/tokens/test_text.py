@@ -142,15 +142,12 @@ def test_equal_documents_are_spread_evenly() -> None:
 
 def test_a_single_file_is_cut_at_the_start_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes(b"".join(b"line %03d\n" % number for number in range(100)))
-    (train,), (evaluation,), rule = split([Document(path, 0, 900)], 0.1)
-    assert (train.start, train.stop, evaluation.start, evaluation.stop) == (0, 810, 810, 900) and "byte 810" in rule
-    assert "".join(pieces(evaluation, cut=True)).startswith("line 090\n")
-    (train,), (evaluation,), _ = split([Document(path, 0, 900)], 0.095)
-    assert evaluation.start == 819
-    path.write_bytes(b"one\n" + b"x" * 96)
-    (train,), (evaluation,), _ = split([Document(path, 0, 100)], 0.1)
-    assert (train.stop, evaluation.start) == (4, 4)
+    lines = b"".join(b"line %03d\n" % number for number in range(100))
+    for content, fraction, border in ((lines, 0.1, 810), (lines, 0.095, 819), (b"one\n" + b"x" * 96, 0.1, 4)):
+        path.write_bytes(content)
+        (train,), (evaluation,), rule = split([Document(path, 0, len(content))], fraction)
+        assert (train, evaluation) == (Document(path, 0, border), Document(path, border, len(content)))
+        assert f"byte {border}" in rule and "".join(pieces(evaluation, cut=True)) == content[border:].decode()
     path.write_bytes(b"x" * 99 + b"\n")
     with pytest.raises(DataError, match=r"no line break within.*--eval-fraction 0"):
         split([Document(path, 0, 100)], 0.1)

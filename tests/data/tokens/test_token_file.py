@@ -81,14 +81,6 @@ def test_a_file_of_any_version_is_read_and_pieces_write_the_same_file_as_the_who
     assert file.trained(start, stop).tolist() == (mask if mask is not None else [True] * size)[start:stop]
 
 
-def test_the_tokens_are_mapped_and_read_only(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "a.bin", np.arange(5), vocab_size=5)
-    tokens = TokenFile.open(tmp_path / "a.bin").tokens
-    assert isinstance(tokens, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        tokens[0] = 1
-
-
 def word(at: int, layout: str, value: int) -> Callable[[bytes], bytes]:
     """A change of one number of the header; in version 3 the header's checksum is made right again."""
 
@@ -123,6 +115,11 @@ def word(at: int, layout: str, value: int) -> Callable[[bytes], bytes]:
         (3, word(16, "<Q", 2**63), "truncated"),
         (3, word(24, "<Q", 2**63), "truncated: 1068 bytes, but .* 9223372036854775808 documents"),
         (3, lambda b: b[:-1] + b"x", "table of checksums is damaged"),
+        (3, lambda b: current_bytes([1, 2, 12, 3], 10), "token 2 has the id 12, but the vocabulary has 10"),
+        *(
+            (3, lambda b, starts=starts: current_bytes([1] * 10, 10, starts=starts), "do not rise from token 0 to 10")
+            for starts in ([0, 5, 5, 10], [1, 4, 6, 10], [0, 4, 6, 9], [0, 7, 4, 10])
+        ),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
@@ -132,7 +129,7 @@ def test_a_damaged_file_is_refused_by_name(
     make = current_bytes if version == 3 else partial(legacy_bytes, version=version)
     path.write_bytes(change(make(list(range(10)), 10, [True] * 10 if version > 1 else None)))
     with pytest.raises(DataError, match=says) as caught:
-        TokenFile.open(path)
+        verified(path)
     assert str(path) in str(caught.value)
 
 
@@ -165,26 +162,16 @@ def test_a_damaged_block_is_found_when_it_is_first_read(tmp_path: Path) -> None:
             read()
 
 
-@pytest.mark.parametrize("starts", [[0, 5, 5, 10], [1, 4, 6, 10], [0, 4, 6, 9], [0, 7, 4, 10]])
-def test_documents_that_do_not_rise_are_refused(tmp_path: Path, starts: list[int]) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(current_bytes(list(range(10)), 10, starts=starts))
-    with pytest.raises(DataError, match="do not rise from token 0 to 10"):
-        verified(path)
-
-
-def test_ids_beyond_the_files_own_vocabulary_are_found_when_all_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.bin"
-    path.write_bytes(current_bytes([1, 2, 12, 3], 10))
-    with pytest.raises(DataError, match="token 2 has the id 12, but the vocabulary has 10"):
-        verified(path)
-
-
-def test_absent_files_and_folders_are_data_errors(tmp_path: Path) -> None:
+def test_absent_files_and_folders_are_data_errors_and_tokens_are_mapped_and_read_only(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         TokenFile.open(tmp_path / "none.bin")
     with pytest.raises(DataError, match="not a file"):
         TokenFile.open(tmp_path)
+    write_tokens(tmp_path / "a.bin", np.arange(5), vocab_size=5)
+    tokens = TokenFile.open(tmp_path / "a.bin").tokens
+    assert isinstance(tokens, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])

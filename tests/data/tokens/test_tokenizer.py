@@ -20,10 +20,26 @@ from llmq.data.tokens.tokenizer import (
 from llmq.errors import DataError, UsageError
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> list[tuple[str, str | None, str]]:
+    """What is asked of the Hub, where every name is the small tokenizer, at one commit."""
+    asked: list[tuple[str, str | None, str]] = []
+    commit = shutil.copytree(small_tokenizer, tmp_path / "snapshots/0123abcd")
+
+    def model_folder(name: str, revision: str | None, kind: str) -> Path:
+        asked.append((name, revision, kind))
+        return commit
+
+    monkeypatch.setattr("llmq.data.tokens.tokenizer.model_folder", model_folder)
+    return asked
+
+
 def test_a_folder_is_opened_as_it_is(small_tokenizer: Path) -> None:
     opened = TextTokenizer.open(str(small_tokenizer))
     assert (opened.eos_token, opened.eos_token_id, opened.in_pieces, opened.revision) == (EOS, 0, True, None)
     assert opened.source == str(small_tokenizer) and opened.vocab_size == opened.encoder.get_vocab_size()
+    with pytest.raises(UsageError, match="--revision main is for models of the Hub"):
+        TextTokenizer.open(str(small_tokenizer), "main")
 
 
 @pytest.mark.parametrize("name", SHORT_NAMES)
@@ -110,26 +126,20 @@ def test_an_eos_that_is_no_token_is_refused(tmp_path: Path, file: str, key: str,
         TextTokenizer.open(str(tmp_path))
 
 
-def test_two_known_names_of_eos_and_a_broken_configuration_are_refused(tmp_path: Path) -> None:
+def test_two_known_names_of_eos_none_at_all_and_a_broken_configuration_are_refused(tmp_path: Path) -> None:
+    path = save(byte_level(), tmp_path / "none") / "tokenizer.json"
+    path.write_text(path.read_text().replace(EOS, "<|other|>"))
+    with pytest.raises(DataError, match=r"has none of .*: set \"eos_token\" in .*, or give tokenize-data --eos"):
+        TextTokenizer.open(str(path.parent))
+    assert TextTokenizer.open(str(path.parent), eos_token="<|other|>").eos_token_id == 0
+    with pytest.raises(UsageError, match="--eos-token nope is not in the vocabulary"):
+        TextTokenizer.open(str(path.parent), eos_token="nope")
     save(byte_level(added=("</s>",)), tmp_path)
-    with pytest.raises(
-        DataError, match=r"has <\|endoftext\|> and </s>.*config.json, or give tokenize-data --eos-token"
-    ):
+    with pytest.raises(DataError, match=r"has <\|endoftext\|> and </s>.*config.json, or give tokenize-data --eos"):
         TextTokenizer.open(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match="holds a JSON list, not an object"):
         TextTokenizer.open(str(tmp_path))
-
-
-def test_no_eos_at_all_names_the_option(tmp_path: Path) -> None:
-    save(byte_level(), tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace(EOS, "<|other|>"))
-    with pytest.raises(DataError, match=r"has none of .*: set \"eos_token\" in .*, or give tokenize-data --eos"):
-        TextTokenizer.open(str(tmp_path))
-    assert TextTokenizer.open(str(tmp_path), eos_token="<|other|>").eos_token_id == 0
-    with pytest.raises(UsageError, match="--eos-token nope is not in the vocabulary"):
-        TextTokenizer.open(str(tmp_path), eos_token="nope")
 
 
 def test_a_piece_of_ordinary_text_is_no_eos(tmp_path: Path) -> None:
@@ -156,36 +166,21 @@ def test_a_tokenizer_that_does_not_load_is_named(tmp_path: Path, content: bytes)
         TextTokenizer.open(str(tmp_path))
 
 
-def test_a_folder_has_no_revision(small_tokenizer: Path) -> None:
-    with pytest.raises(UsageError, match="--revision main is for models of the Hub"):
-        TextTokenizer.open(str(small_tokenizer), "main")
-
-
 @pytest.mark.parametrize(
     ("name", "repository"), [("qwen", "Qwen/Qwen2.5-0.5B"), ("llama", "unsloth/llama-2-7b"), ("me/mine", "me/mine")]
 )
-def test_other_names_go_to_the_hub_and_the_commit_is_noted(
-    tmp_path: Path, monkeypatch, small_tokenizer: Path, name: str, repository: str
-) -> None:
-    commit = tmp_path / "snapshots" / "0123abcd"
-    shutil.copytree(small_tokenizer, commit)
-    asked = []
-
-    def model_folder(name: str, revision: str | None, kind: str) -> Path:
-        asked.append((name, revision, kind))
-        return commit
-
-    monkeypatch.setattr("llmq.data.tokens.tokenizer.model_folder", model_folder)
+def test_other_names_go_to_the_hub_and_the_commit_is_noted(tmp_path: Path, hub, name: str, repository: str) -> None:
     opened = TextTokenizer.open(name, "main")
-    assert asked == [(repository, "main", "tokenizer")]
-    assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", commit)
+    assert hub == [(repository, "main", "tokenizer")]
+    folder = tmp_path / "snapshots/0123abcd"
+    assert (opened.source, opened.revision, opened.folder) == (repository, "0123abcd", folder)
 
 
 def test_a_sidecar_is_read_as_written(tmp_path: Path) -> None:
     token_file = tmp_path / "train.bin"
     assert Sidecar.read(token_file, 7) is None
     sidecar().write(token_file)
-    assert sidecar_name(token_file).name == "train.bin.json" and list(tmp_path.iterdir()) == [sidecar_name(token_file)]
+    assert list(tmp_path.iterdir()) == [sidecar_name(token_file)] == [tmp_path / "train.bin.json"]
     assert Sidecar.read(token_file, 7) == sidecar()
     assert json.loads(sidecar_name(token_file).read_text())["tokenizer"]["eos_token_id"] == 2
 
@@ -225,22 +220,12 @@ def test_the_copy_has_the_tokenizers_files_alone_and_replaces_an_older_one(tmp_p
     assert len(list(target.iterdir())) == 4
 
 
-def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path, monkeypatch) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    right = sidecar(tokenizer_hash(folder))
-    token_file = tmp_path / "train.bin"
+def test_the_tokenizer_is_found_beside_the_file_or_at_its_source(tmp_path: Path, hub) -> None:
+    found = tmp_path / "snapshots/0123abcd"
+    folder = shutil.copytree(found, tmp_path / "tokenizer")
+    right, token_file = sidecar(tokenizer_hash(folder)), tmp_path / "train.bin"
     assert tokenizer_folder(token_file, right) == folder
     with pytest.raises(DataError, match="another tokenizer than the one that made"):
         tokenizer_folder(token_file, sidecar())
-    folder.rename(tmp_path / "moved")
-    asked = []
-
-    def model_folder(name: str, revision: str | None, kind: str) -> Path:
-        asked.append((name, revision, kind))
-        return tmp_path / "moved"
-
-    monkeypatch.setattr("llmq.data.tokens.tokenizer.model_folder", model_folder)
-    assert tokenizer_folder(token_file, right) == tmp_path / "moved"
-    assert asked == [("me/model", "abc", "tokenizer")]
+    shutil.rmtree(folder)
+    assert tokenizer_folder(token_file, right) == found and hub == [("me/model", "abc", "tokenizer")]
