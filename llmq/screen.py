@@ -71,7 +71,8 @@ class Screen:
             if not self.is_terminal:
                 if not only_bar and now - printed >= PLAIN_S:
                     printed = now
-                    self.line(plain_line(title, done, total, words))
+                    share = f" of {amount_in_words(total)} ({100 * done // total}%)" if total else ""
+                    self.line(f"{title}: {amount_in_words(done)}{share}")
             elif bar is not None or now - began >= after_s:
                 bars = self._started()
                 if bar is None:
@@ -130,12 +131,6 @@ def counted(items: Iterable[T], total: int | None, report: Report) -> Iterator[T
     for done, item in enumerate(items, 1):
         yield item
         report(done, total)
-
-
-def plain_line(title: str, done: int, total: int | None, words: Words | None = None) -> str:
-    """`Evaluating: 30 of 120 (25%)`."""
-    words = words or "{:,}".format
-    return f"{title}: {words(done)}" + (f" of {words(total)} ({100 * done // total}%)" if total else "")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from llmq import screen as module
 from llmq.disk import shown
-from llmq.screen import Screen, counted, plain_line
+from llmq.screen import Screen, counted
 
 
 class Terminal(io.StringIO):
@@ -50,7 +50,6 @@ def test_a_pipe_has_a_line_at_most_every_ten_seconds(clock):
     lines = run(io.StringIO(), clock, 0.3).splitlines()
     assert lines == ["Working: 34 of 100 (34%)", "Working: 68 of 100 (68%)"]
     assert run(io.StringIO(), clock, 0.3, only_bar=True) == ""
-    assert plain_line("Reading", 1234, None) == "Reading: 1,234"
 
 
 def test_lines_stand_above_the_bar_as_they_are(clock):

@@ -70,7 +70,11 @@ def command(context: click.Context, **given: Any) -> int:
     llmq-train --fit takes for steps of --tokens-per-step.
     """
     if context.invoked_subcommand:
-        _refuse_options_before(context)
+        source, command_line = context.get_parameter_source, ParameterSource.COMMANDLINE
+        typed = [parameter for parameter in context.command.params if source(parameter.name or "") is command_line]
+        if typed:  # `llmq-bench --save FILE op` would save nothing
+            names = ", ".join(p.opts[0] for p in typed)
+            raise UsageError(f"{names}: not for llmq-bench {context.invoked_subcommand}, which has options of its own")
         return 0
     asked = _asked(given)
     from llmq.bench.run import run, started
@@ -78,18 +82,6 @@ def command(context: click.Context, **given: Any) -> int:
     if (exit_code := started(*asked, context.meta[ARGUMENTS])) is None:
         run(*asked, context.meta["command"])
     return exit_code or 0
-
-
-def _refuse_options_before(context: click.Context) -> None:
-    """UsageError for `llmq-bench --save FILE op`, which would save nothing."""
-    typed = [
-        parameter
-        for parameter in context.command.params
-        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
-    ]
-    if typed:
-        names = ", ".join(p.opts[0] for p in typed)
-        raise UsageError(f"{names}: not for llmq-bench {context.invoked_subcommand}, which has options of its own")
 
 
 @command.command("op", context_settings=shell.SETTINGS)

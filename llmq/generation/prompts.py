@@ -197,23 +197,18 @@ class Draft:
         self, reader: PromptReader, stop: Sequence[str] = (), place: tuple[int, int] = (0, 0), *, late: bool = False
     ) -> None:
         self._reader, self._stop, self._place, self._late = reader, stop, place, late
-        self._tokens, self._logprobs = list[int](), list[float]()
+        self.tokens, self._logprobs = list[int](), list[float]()
         self._start = self._shown = 0  # tokens before `start` no longer change the text of those after `shown`
         self._sent = 0  # tokens in earlier pieces
         self._text, self._held, self.is_stopped = "", "", False
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens there are."""
-        return len(self._tokens)
-
     def add(self, token: int, logprob: float | None = None) -> bool:
         """One more token; whether it completes a stop text."""
-        self._tokens.append(token)
+        self.tokens.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
         if not self._late and (text := self._new_text()) and not text.endswith("\ufffd"):
-            self._start, self._shown = self._shown, len(self._tokens)
+            self._start, self._shown = self._shown, len(self.tokens)
             self._take(text)
         return self.is_stopped
 
@@ -224,14 +219,14 @@ class Draft:
             self._text, self._held = self._text + self._held, ""
         reason = "stop" if self.is_stopped else finish_reason  # what is held back may have a stop text, too
         text = self._text if self._reader.has_tokenizer else None
-        found = Answer(text, tuple(self._tokens[self._sent :]), tuple(self._logprobs), reason, *self._place)
-        self._text, self._sent, self._logprobs = "", len(self._tokens), []
+        found = Answer(text, tuple(self.tokens[self._sent :]), tuple(self._logprobs), reason, *self._place)
+        self._text, self._sent, self._logprobs = "", len(self.tokens), []
         return found
 
     def _new_text(self) -> str:
         """What the tokens after `shown` add, with the beginning of a character at its end."""
-        before = self._reader.text(self._tokens[self._start : self._shown])
-        return self._reader.text(self._tokens[self._start :])[len(before) :]
+        before = self._reader.text(self.tokens[self._start : self._shown])
+        return self._reader.text(self.tokens[self._start :])[len(before) :]
 
     def _take(self, text: str) -> None:
         """Adds what of the text so far no later one can make part of a stop text."""
@@ -243,19 +238,20 @@ class Draft:
         self._text, self._held = self._text + text[:end], "" if found else text[end:]
 
 
-def drafts(
-    reader: PromptReader, num_prompts: int, samples: int = 1, *, stop: Sequence[str] = (), live: bool = False
-) -> list[Draft]:
-    """One for each answer, prompt by prompt. Text is decoded token by token only for stop texts, or if it is `live`."""
-    late = not (stop or (live and reader.has_tokenizer))
-    return [Draft(reader, stop, place, late=late) for place in product(range(num_prompts), range(samples))]
-
-
 def pieces(
-    found: Iterable[Drawn], written: Sequence[Draft], max_tokens: int, over: set[int], *, live: bool
+    reader: PromptReader,
+    found: Iterable[Drawn],
+    places: Iterable[tuple[int, int]],
+    max_tokens: int,
+    over: set[int],
+    *,
+    stop: Sequence[str] = (),
+    live: bool = False,
 ) -> Iterator[Answer]:
-    """Answers as they end, from what `generate` yields; if `live`, a piece for each token. `over` gets those that a
-    stop text ends."""
+    """Answers as they end, each to a prompt and a sample, from what `generate` yields; if `live`, a piece for each
+    token. Text is decoded token by token only then, or for stop texts; `over` gets those that one ends."""
+    late = not (stop or (live and reader.has_tokenizer))
+    written = [Draft(reader, stop, place, late=late) for place in places]
     for index, token, logprob in found:
         draft, reason = written[index], None
         if token is None:
@@ -263,7 +259,7 @@ def pieces(
         elif draft.add(token, logprob):
             over.add(index)
             reason = "stop"
-        elif draft.num_tokens == max_tokens:
+        elif len(draft.tokens) == max_tokens:
             reason = "length"
         if live or reason:
             yield draft.piece(reason)

@@ -22,7 +22,7 @@ from llmq.engine.generate import Generator, Pace, generate, open_generator, plan
 from llmq.errors import StorageError, UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.files.source import Values, find_source, open_parameters
-from llmq.generation.prompts import Answer, PromptReader, Question, drafts, in_order, pieces, questions_of
+from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces, questions_of
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
@@ -144,8 +144,7 @@ class Writer:
             numbers=[self._asked + index + sample * STREAMS for index, sample in places],
         )
         self._asked += len(prompts)
-        written = drafts(self.reader, len(prompts), samples, stop=self._stop_texts, live=live)
-        return pieces(found, written, max_tokens, over, live=live)
+        return pieces(self.reader, found, places, max_tokens, over, stop=self._stop_texts, live=live)
 
 
 def row_length(prompts: Sequence[Sequence[int]], batch_size: int) -> int:

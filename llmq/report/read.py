@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,13 @@ import numpy as np
 
 from llmq.errors import DataError
 from llmq.training.log import SCHEMA
-from llmq.training.records import EVAL_COLUMNS, GPU_COLUMNS, TRAIN_COLUMNS
+from llmq.training.records import EvalRecord, GpuRecord, TrainRecord
 
-TABLES = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS, "gpu": GPU_COLUMNS}
+TABLES = {  # the numbers of each kind of record
+    "train": (*(f.name for f in fields(TrainRecord)), "tps", "time"),
+    "eval": (*(f.name for f in fields(EvalRecord)), "tps", "time"),
+    "gpu": (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time"),
+}
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

@@ -13,11 +13,10 @@ from llmq.files.source import open_source
 from llmq.files.tensor_files import Piece
 from llmq.files.writers import checkpoint_bytes
 from llmq.hardware import device
-from llmq.hardware.device import Device
 from llmq.model.parameters import num_parameters, rows_of_file
 from llmq.options.parse import Options
 from llmq.plan import memory, precision
-from llmq.plan.plan import Plan, make_plan
+from llmq.plan.plan import make_plan
 from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.screen import StartTask, unshown
@@ -54,13 +53,7 @@ def estimate(options: Options, *, longest: bool = False, start_task: StartTask =
         plan = with_fitting_chunks(plan, device.memory_bytes(where)[1], backend.scratch_bytes)
     micro_steps = step_of(options.data, gpus)[-1]
     yield from listed(plan, options.to_flat()["debug_memory"])
-    yield from described(plan, where, micro_steps)
-    refuse_if_too_large(plan, facts.limits(options, backend, micro_steps))
-
-
-def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
-    """The plan in lines."""
-    spec, gpus, card = plan.spec, plan.spec.sharding.size, where.planned
+    spec, card = plan.spec, where.planned
     assert card is not None
     free = shown(device.memory_bytes(where)[1])
     rows = rows_of_file(plan.rows)
@@ -82,3 +75,4 @@ def described(plan: Plan, where: Device, micro_steps: int) -> Iterator[str]:
         f"A step of {tokens:,} tokens takes about {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s: a model, with the "
         f"shares of the card's peaks that an H200 sustains{assumed(where)}"
     )
+    refuse_if_too_large(plan, facts.limits(options, backend, micro_steps))

@@ -18,7 +18,7 @@ from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
-from llmq.generation.prompts import PromptReader, Question, drafts, in_order, pieces
+from llmq.generation.prompts import PromptReader, Question, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
 from llmq.plan.spec import Completions
 from llmq.screen import counted
@@ -60,12 +60,12 @@ def evaluate(
         step=now.step,
         epoch=data.epoch(now.position, now.stream),
         loss=total / max(trained, 1),
-        train_loss=now.mean_loss,
+        train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
         time_ms=1e3 * (time.perf_counter() - start),
         tokens=tokens * world.size,
         trained_tokens=trained,
     )
-    return now.after_evaluation(record.loss), record
+    return replace(now, losses=(0.0, 0), eval_loss=record.loss, evaluated=now.step), record
 
 
 def mean_loss(engine: Engine, batch: Batch, world: World) -> float | None:
@@ -120,7 +120,7 @@ class SampleHook(Hook):
         with self._log.task("Completing prompts") as report:
             found = generate(Generator.beside(run.engine), asked.prompts, max_tokens=tokens, stop=asked.stop)
             seen = takewhile(lambda _: not self._ends(), counted(found, None, report))
-            written = pieces(seen, drafts(asked.reader, count), tokens, set(), live=False)
+            written = pieces(asked.reader, seen, [(number, 0) for number in range(count)], tokens, set())
             answers = list(zip(asked.questions, in_order(written, count), strict=False))
         samples = [
             {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}

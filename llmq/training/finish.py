@@ -144,7 +144,7 @@ def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch) -> dict[
     warnings = now.course.warnings(run.plan.spec.config.vocab_size, loss)
     to_disk, (export, *merged) = _ToDisk(run, engine), run.exports
     reasons, bad, path = _ruin(now, loss), dict[str, None](), None
-    if not reasons or to_disk.anyway:
+    if not reasons or run.options["export_anyway"]:
         with suppress(NonFiniteError):
             path = to_disk.write(to_disk.finished(export), "Exporting", bad)
             run.log.say(f"Exported: {path}", least=SUMMARY)
@@ -169,11 +169,6 @@ class _ToDisk:
 
     run: Ready
     engine: Engine
-
-    @property
-    def anyway(self) -> bool:
-        """Whether a ruined model is exported, too."""
-        return bool(self.run.options["export_anyway"])
 
     def finished(self, export: Export) -> Export:
         """The export of what is trained, with what was chosen on the way, and with a record of its frozen base."""
@@ -209,7 +204,7 @@ class _ToDisk:
             report(min(next(done), len(what.rows)), len(what.rows))
             if not all_finite(values):
                 bad[row.name] = None
-                if not self.anyway:
+                if not self.run.options["export_anyway"]:
                     raise NonFiniteError
             return values
 

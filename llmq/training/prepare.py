@@ -57,11 +57,16 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     dtypes, _ = _resolve_precision(start, options, start.source.config)
     trains = _open_data(start, dtypes)
     samples = open_samples(questions, log.sample_tokens, start.source, trains)
-    facts = _facts(start, trains, dtypes, samples)
+    where, packs = start.device, device.packing_problem(start.device, dtypes.model) is None
+    completions = None if samples is None else samples.completions(packed=packs)
+    packing, steps = Packing(*trains.data.limits) if trains.data.limits else None, trains.schedule.steps
+    facts = Facts(trains.config, where, start.seed, packing, completions, ranks.rank, ranks.size, steps)
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
-    backend = _open_backend(start)
+    kind, settings = "planned" if where.planned else where.kind, device.backend_settings(options.system, where)
+    algorithms = start.earlier.state.get("algorithms") or None  # of matrix products
+    backend = open_backend(kind, world=ranks.world, algorithms=algorithms, **settings)
     fit = _fit(start, facts, trains.data, backend)
     trains = replace(trains, data=fit.resized(trains.data))
     plan, replan, matmuls = _plans(start, fit, facts, trains.data, backend)
@@ -159,23 +164,6 @@ def _schedule(start: Start, data: Data) -> Schedule:
             "--epochs, or continue from an earlier checkpoint"
         )
     return schedule
-
-
-def _facts(start: Start, trains: RunData, dtypes: Precision, samples: SamplePrompts | None) -> Facts:
-    """What plans of the run depend on beside options."""
-    data, ranks, where = trains.data, start.ranks, start.device
-    packs = device.packing_problem(where, dtypes.model) is None
-    completions = None if samples is None else samples.completions(packed=packs)
-    packing, steps = Packing(*data.limits) if data.limits else None, trains.schedule.steps
-    return Facts(trains.config, where, start.seed, packing, completions, ranks.rank, ranks.size, steps)
-
-
-def _open_backend(start: Start) -> Backend:
-    """The device's backend, with the GEMM algorithms of the checkpoint."""
-    where, algorithms = start.device, start.earlier.state.get("algorithms") or None
-    kind = "planned" if where.planned else where.kind
-    settings = device.backend_settings(start.asked.system, where)
-    return open_backend(kind, world=start.ranks.world, algorithms=algorithms, **settings)
 
 
 def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:

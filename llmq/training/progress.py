@@ -111,11 +111,6 @@ class Progress:
     moments_from: int = 0  # step at which the optimizer's moments were zero
     rate_from: int = 0  # step at which the schedule began
 
-    @property
-    def mean_loss(self) -> float | None:
-        """Mean of the steps' losses since the newest evaluation."""
-        return self.losses[0] / self.losses[1] if self.losses[1] else None
-
     def reset(self, resets: Collection[str]) -> Progress:
         """With what --reset names begun at this step."""
         fresh: dict[str, dict[str, Any]] = {
@@ -137,10 +132,6 @@ class Progress:
             stream=batch.stream,
             course=self.course.after(done.loss, done.norm),
         )
-
-    def after_evaluation(self, loss: float) -> Progress:
-        """After an evaluation at this step."""
-        return replace(self, losses=(0.0, 0), eval_loss=loss, evaluated=self.step)
 
     @property
     def stored(self) -> dict[str, Any]:

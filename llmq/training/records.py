@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,11 +140,6 @@ class TrainResult:
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
     plan: Plan | None = None
-
-
-TRAIN_COLUMNS = (*(f.name for f in fields(TrainRecord)), "tps", "time")  # the numbers
-EVAL_COLUMNS = (*(f.name for f in fields(EvalRecord)), "tps", "time")
-GPU_COLUMNS = (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time")  # the numbers
 
 
 def sample_line(step: int, sample: Mapping[str, Any]) -> str:

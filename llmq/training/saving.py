@@ -146,15 +146,6 @@ def must_match(run: Ready, plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_continues(run: Ready, saved: Mapping[str, Any]) -> None:
-    """UsageError naming what must match the checkpoint and does not; the data need not where it begins again."""
-    now = must_match(run, run.plan)
-    if "data" in run.earlier.checkpoints.resets:
-        now = {name: value for name, value in now.items() if name not in run.data.identity()}
-        saved = {name: value for name, value in saved.items() if name in now}
-    check_same(saved, now)
-
-
 def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) -> list[str]:
     """How the run that continues a checkpoint differs: options, ranks and rows per step."""
     found = changed(saved["options"], options)
@@ -165,13 +156,20 @@ def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) ->
 
 
 def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrupt) -> None:
-    """Loads into the engine and the hooks what the run begins with, and opens the log's file."""
+    """Loads into the engine and the hooks what the run begins with, and opens the log's file.
+
+    UsageError naming what must match the checkpoint and does not.
+    """
     earlier, log, num_steps = run.earlier, run.log, run.schedule.steps
     if earlier.reader is None:
         _load_weights(run, engine, interrupt)
         log.begin(num_steps=num_steps)
         return
-    check_continues(run, earlier.state["must_match"])
+    saved, now = earlier.state["must_match"], must_match(run, run.plan)
+    if "data" in earlier.checkpoints.resets:  # which may then be other data
+        now = {name: value for name, value in now.items() if name not in run.data.identity()}
+        saved = {name: value for name, value in saved.items() if name in now}
+    check_same(saved, now)
     for hook in hooks:
         if hook.key in earlier.state:
             hook.resume(earlier.state[hook.key])

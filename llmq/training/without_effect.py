@@ -14,16 +14,8 @@ from llmq.training.ready import Ready
 NO_EVAL = "without data to evaluate on, such as --eval-file"
 
 
-def _on_cpu(run: Ready) -> bool:
-    return run.device.kind == "cpu"
-
-
 def _has_no_eval(run: Ready) -> bool:
     return run.data.is_there and run.data.eval is None
-
-
-def _never_evaluates(run: Ready) -> bool:
-    return not run.options["eval_every_n_steps"]
 
 
 # Options, the runs in which they have no effect, and why, which ends the line.
@@ -38,12 +30,12 @@ TABLE: tuple[tuple[tuple[str, ...], Callable[[Ready], bool], str], ...] = (
     ),
     (
         ("use_cuda_graphs", "deterministic", "write_combined", "memcpy_all_gather", "memcpy_send_recv"),
-        _on_cpu,
+        lambda run: run.device.kind == "cpu",
         "on the CPU",
     ),
     (
         ("host_memory_limit",),
-        lambda run: _on_cpu(run) and not run.plan.host_bytes,
+        lambda run: run.device.kind == "cpu" and not run.plan.host_bytes,
         "on the CPU: --memory-limit limits its memory",
     ),
     (
@@ -82,11 +74,15 @@ TABLE: tuple[tuple[tuple[str, ...], Callable[[Ready], bool], str], ...] = (
     ),
     (
         ("eval_every_n_steps",),
-        lambda run: _has_no_eval(run) and run.samples is None and not _never_evaluates(run),
+        lambda run: _has_no_eval(run) and run.samples is None and run.options["eval_every_n_steps"],
         NO_EVAL,
     ),
     (("eval_num_steps", "final_eval"), _has_no_eval, NO_EVAL),
-    (("eval_num_steps", "final_eval"), _never_evaluates, "with --eval-every-n-steps 0"),
+    (
+        ("eval_num_steps", "final_eval"),
+        lambda run: not run.options["eval_every_n_steps"],
+        "with --eval-every-n-steps 0",
+    ),
     (("sample_tokens",), lambda run: run.samples is None, "without --sample-prompts"),
 )
 
