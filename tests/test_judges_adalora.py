@@ -35,7 +35,8 @@ from golden.peft_judge import (
     trained,
 )
 
-from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.importance import Budget
 from llmq.adapters.resolve import open_adapter
 from llmq.adapters.targets import chosen, targets
 from llmq.data.batches.batch import Batch

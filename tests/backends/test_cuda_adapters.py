@@ -7,8 +7,9 @@ import pytest
 from tiny_engines import BF16, FP8, FP32, bits, placed_batch, plan_of, tiny
 from tiny_engines import engine_of as loaded
 
-from llmq.adapters.adalora import KEPT, AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.importance import KEPT, Budget
 from llmq.adapters.lora import Lora
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt

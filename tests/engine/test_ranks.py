@@ -8,8 +8,9 @@ from in_process import run_ranks
 from ranks import CONFIG, LEVELS, Run, on_ranks, rank_batch, same, whole_batch
 from tiny_engines import BF16, FP32, FP64, PRECISIONS, engine_of, plan_of
 
-from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.importance import Budget
 from llmq.adapters.lora import Lora
 from llmq.adapters.part import PartOfModel
 from llmq.adapters.targets import chosen, targets

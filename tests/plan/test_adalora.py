@@ -8,7 +8,8 @@ from test_adapters import placed, steps, warm
 from test_methods import BUDGET, CONFIG, triplets
 from tiny_engines import BF16, FP64, PRECISIONS, parameters, plan_of, tiny
 
-from llmq.adapters.adalora import AdaLora, kept, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
+from llmq.adapters.importance import kept
 from llmq.adapters.targets import chosen, targets
 from llmq.backends.planned import PlannedBackend
 from llmq.errors import UsageError

@@ -9,8 +9,9 @@ import pytest
 from test_adapters import UNTIED, adapters, placed, steps, warm
 from tiny_engines import BF16, EVERY, FP8, FP32, FP64, SCALINGS, B, T, batch, bits, plan_of, tiny
 
-from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.importance import Budget
 from llmq.adapters.method import NO_ADAPTERS
 from llmq.adapters.targets import chosen, targets
 from llmq.adapters.virtual_tokens import Prefix, Prompt

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file
 from tiny_engines import engine_of, next_logits, plan_of, tiny
 
 import llmq
-from llmq.adapters.adalora import AdaLora, Budget, with_triplets
+from llmq.adapters.adalora import AdaLora, with_triplets
 from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.importance import Budget
 from llmq.adapters.lora import Lora
 from llmq.adapters.merge import MergedExport, merge, untied
 from llmq.adapters.targets import chosen, targets
