@@ -112,15 +112,12 @@ class NamedData:
 
 def encode_options(options: SourceOptions, seq_len: int | None) -> EncodeOptions:
     """How rows become tokens; those of more than `seq_len` tokens are too long."""
+    shared = ("data_format", "chat_template", "train_on", "overlong", "preamble")
     return EncodeOptions(
-        data_format=options.data_format,
+        **{name: getattr(options, name) for name in shared},
         mapping=parsed_mapping(options.map_ or ()),
-        chat_template=options.chat_template,
-        train_on=options.train_on,
-        overlong=options.overlong,
         seq_len=seq_len,
         prompt_template=read_prompt_template(options.prompt_template) if options.prompt_template else None,
-        preamble=options.preamble,
     )
 
 
@@ -228,11 +225,11 @@ class StreamedRows(RowSource):
             lengths = np.concatenate([np.diff(piece.tokens.stops, prepend=0) for piece in group])
             seed = mixed(self.form.seed, place["epoch"], place["overall"])
             index = pack_documents(lengths, replace(self.form, seed=seed))
-            for number in range(taken, index.num_packs):
+            num_packs = len(index.ends) - 1
+            for number in range(taken, num_packs):
                 row = Rows.empty(1, self.seq_len, self.form.docs)
                 lay(row, 0, ((ids[a:b], trained[a + 1 : b]) for a, b in index.spans(number)), self.num_virtual)
-                is_last = number + 1 == index.num_packs
-                after = {**following.place, "packs": 0} if is_last else {**place, "packs": number + 1}
+                after = {**following.place, "packs": 0} if number + 1 == num_packs else {**place, "packs": number + 1}
                 yield after, row if self.limits else row._replace(borders=None)
             taken, group, count = 0, [], 0
 

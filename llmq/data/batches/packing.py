@@ -46,10 +46,6 @@ class PackIndex:
     starts: np.ndarray  # (num_documents,) int64: first token
     lengths: np.ndarray  # (num_documents,) int32: tokens
 
-    @property
-    def num_packs(self) -> int:
-        return len(self.ends) - 1
-
     def spans(self, number: int) -> list[tuple[int, int]]:
         """First token of each document of a pack, and the one after its last."""
         mine = slice(*self.ends[number : number + 2].tolist())
@@ -79,7 +75,7 @@ class Packs(Samples):
         super().__init__(with_docs(form, documents), files)
         self._file_starts = np.cumsum([0, *(file.num_tokens for file in files)])
         self.index = pack_documents(documents, self.form)
-        self.num_windows = self.index.num_packs
+        self.num_windows = len(self.index.ends) - 1
         self.longest = int(self.index.lengths.max(initial=1)) + self.num_virtual  # tokens of a document in a row
         self.limits = self.form.limits(self.longest)
 

@@ -199,9 +199,8 @@ class Windows(Samples):
 
     def __init__(self, files: Sequence[TokenFile], form: RowForm, *, with_tails: bool = False) -> None:
         super().__init__(form, files)
-        self._size = form.room
-        room = self._size - 1 if with_tails else 0  # the most tokens that a window may lack
-        self._ends = np.cumsum([(max(file.num_tokens - 1, 0) + room) // self._size for file in files])
+        room = form.room - 1 if with_tails else 0  # the most tokens that a window may lack
+        self._ends = np.cumsum([(max(file.num_tokens - 1, 0) + room) // form.room for file in files])
         self.num_windows = int(self._ends[-1]) if files else 0
 
     def facts(self) -> dict[str, str]:
@@ -216,8 +215,8 @@ class Windows(Samples):
         for row, sample in enumerate(np.asarray(samples).tolist()):
             number = int(np.searchsorted(self._ends, sample, side="right"))
             window = sample - (int(self._ends[number - 1]) if number else 0)
-            file, start = self.token_files[number], window * self._size
-            ids, trained = file.part(start, min(start + self._size + 1, file.num_tokens), self.form.vocab_size)
+            file, start = self.token_files[number], window * self.form.room
+            ids, trained = file.part(start, min(start + self.form.room + 1, file.num_tokens), self.form.vocab_size)
             place = slice(self.num_virtual, self.num_virtual + len(ids) - 1)
             rows.tokens[row, place] = ids[:-1]
             aim(rows.targets[row, place], ids, trained)

@@ -149,8 +149,7 @@ def encode_rows(encoder: Encoder, batch: Placed[Row]) -> TokenBatch:
     bad.sort(key=lambda row: order[row.place])
     trained = None
     if any(document.trained is not None for document in documents):
-        masks = (np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents)
-        trained = np.concatenate(list(masks))
+        trained = np.concatenate([np.ones(len(d.ids), bool) if d.trained is None else d.trained for d in documents])
     ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
     stops = np.cumsum([len(document.ids) for document in documents], dtype=np.int64)
     positions = [batch[order[document.place]][0] for document in documents]

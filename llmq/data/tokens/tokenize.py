@@ -84,9 +84,8 @@ def tokenize_data(
     if tokenizer is None:
         raise UsageError("whose tokenizer makes the tokens? Give --model")
     found = find_set(dataset, eval_fraction) if dataset is not None else find_files(inputs, eval_fraction)
-    is_folder = Path(tokenizer).is_dir()
-    name = (Path(tokenizer).resolve().name if is_folder else tokenizer.rsplit("/", 1)[-1]).lower()
-    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name}"
+    name = Path(tokenizer).resolve().name if Path(tokenizer).is_dir() else tokenizer.rsplit("/", 1)[-1]
+    folder = Path(out_dir) if out_dir is not None else Path("data") / f"{found.title}-{name.lower()}"
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)

@@ -201,14 +201,7 @@ def test_a_stream_has_no_epochs_to_count_steps_from() -> None:
 LONG = 8  # tokens of a row of files
 
 
-def opened(
-    lines: list[list[str]],
-    folder: Path,
-    tokenizer: Path,
-    form: RowForm,
-    options: EncodeOptions | None = None,
-    **part: Any,
-) -> StreamedRows:
+def opened(lines: list[list[str]], folder: Path, tokenizer: Path, form: RowForm, options=None, **part) -> StreamedRows:
     """A part of files of these lines."""
     for number, mine in enumerate(lines):
         (folder / f"{number}.jsonl").write_text("".join(f"{line}\n" for line in mine))

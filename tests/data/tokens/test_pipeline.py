@@ -33,11 +33,10 @@ ROOT = Path(__file__).parents[3]
 
 def joined(found: Iterable[TokenBatch]) -> tuple[list[int], list[int]]:
     """All ids, and where documents end in them."""
-    ids: list[int] = []
-    stops: list[int] = []
-    for tokens in found:
-        stops += [len(ids) + stop for stop in tokens.tokens.stops.tolist()]
-        ids += tokens.tokens.ids.tolist()
+    ids, stops = list[int](), list[int]()
+    for batch in found:
+        stops += (batch.tokens.stops + len(ids)).tolist()
+        ids += batch.tokens.ids.tolist()
     return ids, stops
 
 
