@@ -5,7 +5,7 @@ import pytest
 from packed_rows import taken_apart
 
 from llmq.data.batches.batch import Batch
-from llmq.data.batches.loader import Loader, eval_batches, open_data
+from llmq.data.batches.loader import eval_batches, open_data
 from llmq.data.batches.named_data import StreamedRows
 from llmq.data.batches.packing import Packs
 from llmq.data.batches.rows import PACKED, WINDOWS, RowForm, Rows, Windows
@@ -99,12 +99,9 @@ def test_data_gives_batches_with_virtual_tokens(file, tmp_path):
     assert data.train.num_virtual == data.eval.num_virtual == N and data.tokens_per_row == 8
     assert data.facts()["virtual tokens"] == "3 before each document"
     with data.loader() as loader:
-        assert isinstance(loader, Loader)
         one = loader.next()
     assert one.num_virtual == N and one.num_tokens == one.num_real == 16
-    with pytest.raises(
-        UsageError, match="--seq-len 11 counts the 10 virtual tokens before each document: use at least 12"
-    ):
+    with pytest.raises(UsageError, match=r"--seq-len 11 counts the 10 virtual tokens .*: use at least 12"):
         open_data(Options.parse(given).data, VOCAB, 0, num_virtual=10)
     mixed = Options.parse({**given, "train_file": [f"{path}"], "packing": True}).data
     assert open_data(mixed, VOCAB, 0, num_virtual=N).limits[1] <= 8 + N

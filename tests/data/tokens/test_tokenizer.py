@@ -34,19 +34,16 @@ def hub(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> list[tuple[str, s
     return asked
 
 
-def test_a_folder_is_opened_as_it_is(small_tokenizer: Path) -> None:
+def test_a_folder_is_opened_as_it_is_and_comes_before_a_short_name(tmp_path, monkeypatch, small_tokenizer) -> None:
     opened = TextTokenizer.open(str(small_tokenizer))
     assert (opened.eos_token, opened.eos_token_id, opened.in_pieces, opened.revision) == (EOS, 0, True, None)
     assert opened.source == str(small_tokenizer) and opened.vocab_size == opened.encoder.get_vocab_size()
     with pytest.raises(UsageError, match="--revision main is for models of the Hub"):
         TextTokenizer.open(str(small_tokenizer), "main")
-
-
-@pytest.mark.parametrize("name", SHORT_NAMES)
-def test_a_folder_comes_before_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    save(byte_level(), tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    assert TextTokenizer.open(name).source == str(tmp_path / name)
+    for name in SHORT_NAMES:
+        save(byte_level(), tmp_path / name)
+        assert TextTokenizer.open(name).source == str(tmp_path / name)
 
 
 def test_truncation_padding_and_special_tokens_in_the_text_are_off(tmp_path: Path) -> None:
