@@ -90,7 +90,7 @@ def held_out_loss(name: str, options: Mapping[str, Any]) -> float:
 
 
 def print_table(title: str, prefix: str, recipes: Mapping[str, Mapping[str, Any]], jobs: int) -> None:
-    """Trains every recipe with every seed, so many `jobs` at a time, and prints a row for each recipe."""
+    """Trains every recipe with every seed, this many `jobs` at a time, and prints a row for each recipe."""
     with ThreadPoolExecutor(jobs) as pool:
         found = {
             (name, seed): pool.submit(held_out_loss, f"{prefix}-{name}-{seed}", {**options, "seed": seed})

@@ -41,7 +41,7 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether someone watches, so that bars can be drawn."""
+        """Whether a user watches, so that bars can be drawn."""
         return self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
     def line(self, text: str) -> None:

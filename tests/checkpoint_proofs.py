@@ -2,10 +2,10 @@
 
 kills     A run that saves at every step is killed (SIGKILL) at random moments and continued, again and again. Whatever
           it said to have saved is there, all that is there is whole, and has the bits of a run that was never killed.
-mutants   So many damaged manifests, safetensors headers and safetensors indexes each: a reader names the damage or
+mutants   That many damaged manifests, safetensors headers and safetensors indexes each: a reader names the damage or
           reads the same tensors; it raises nothing else, and takes less than a second.
 resumes   A run continued from a random step ends with the bits of one that was never stopped.
-saves     In a run of so many steps that saves at each, memory, descriptors and threads stay as they are.
+saves     In a run of this many steps that saves at each, memory, descriptors and threads do not change.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def kills(given: dict[str, Any], count: int, chance: random.Random) -> str:
 
 
 def killed_run(given: dict[str, Any], seconds: float) -> list[int]:
-    """Continues the run in a process that is killed after so many seconds; the steps that it said to have saved."""
+    """Continues the run in a process that is killed after this many seconds; the steps that it said to have saved."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What somebody reads to understand a training step: the files that a dense one on the CPU enters, and their lines.
+"""What one reads to understand a training step: the files that a dense one on the CPU enters, and their lines.
 
     python tests/dense_step.py
 

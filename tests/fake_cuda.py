@@ -1,4 +1,4 @@
-"""A driver library as ctypes would call it, answering for made-up GPUs; where it stands in, no real one is asked."""
+"""A driver library as ctypes would call it, answering for made-up GPUs; where it is used, no real one is asked."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""A GPU that computes on the host: an H200 to whoever asks for the device, the NumPy backend to whoever opens it."""
+"""A GPU that computes on the host: an H200 to what asks for the device, the NumPy backend to what opens it."""
 
 import sys
 from types import ModuleType

@@ -178,7 +178,7 @@ def refuse(text: str) -> NoReturn:
 
 
 def older_tree(commit: str, folder: Path) -> Path:
-    """The files of a commit, put into `folder`; a folder that is named in place of a commit is taken as it is."""
+    """The files of a commit, put into `folder`; a folder that is named in place of a commit is taken unchanged."""
     if Path(commit).is_dir():
         return Path(commit).resolve()
     found = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)

@@ -53,7 +53,7 @@ def save(tokenizer: Tokenizer, folder: Path, config: dict[str, Any] | None = Non
 
 
 def sidecar(sha256: str = "0" * 64) -> Sidecar:
-    """What stands beside a token file of one document of 7 tokens."""
+    """What lies beside a token file of one document of 7 tokens."""
     note = TokenizerNote(
         source="me/model",
         revision="abc",

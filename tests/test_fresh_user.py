@@ -1,4 +1,4 @@
-"""The way of someone new: the README's commands, and those that a run prints, are run as they stand."""
+"""The way of someone new: the README's commands, and those that a run prints, are run unchanged."""
 
 import json
 import os

@@ -16,7 +16,7 @@ JUDGES = {"torch", "transformers", "tensorflow", "jax"}
 
 # From the ground up: a place imports from itself and from the floors below it.
 FLOORS = [floor.split(", ") for floor in re.findall(r"^ *\d+ \| ([a-z_]+(?:, [a-z_]+)*) ", MAP, re.MULTILINE)[::-1]]
-# What a folder or module never imports, although it stands lower: parts of llmq, and packages.
+# What a folder or module never imports, although it is lower: parts of llmq, and packages.
 NEVER: dict[str, set[str]] = {
     "backends": {"blocks", "options"},
     "blocks": {"options", *ARRAYS},

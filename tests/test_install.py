@@ -38,7 +38,7 @@ def test_a_checkout_finds_its_own_folder():
 
 
 def test_kernels_are_found_by_the_name_of_their_op(tmp_path, monkeypatch):
-    """A wheel's own copy comes first: a folder `cuda` beside site-packages/llmq belongs to somebody else."""
+    """A wheel's own copy comes first: a folder `cuda` beside site-packages/llmq is not ours."""
     (tmp_path / "llmq" / "_cuda").mkdir(parents=True)
     (tmp_path / "cuda").mkdir()
     for path in ("llmq/_cuda/rmsnorm.cu", "llmq/_cuda/common.cuh", "cuda/other.cu"):

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.judge
 
 
 def loss_of(model, tokens, length):
-    """The mean loss over the windows of a held-out file, each with so many tokens of text or the rest of them."""
+    """The mean loss over the windows of a held-out file, each with this many tokens of text or the rest of them."""
     total = 0.0
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, length):
@@ -50,7 +50,7 @@ def loss_of(model, tokens, length):
 @pytest.mark.parametrize("base", [base for base in BASES if base != "bf16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_has_the_loss_of_the_run_on_the_base_that_it_trained_on(method, base, tmp_path, monkeypatch):
-    """On the model as it is, and of a quantized one on what --base-only writes, from which pissa and olora are gone."""
+    """On the model itself, and of a quantized one on what --base-only writes, from which pissa and olora are gone."""
     monkeypatch.chdir(tmp_path)
     done = trained({**on_weights(tmp_path, times=5), "steps": 5, "warmup": 0}, method, base)
     folder = Path("base") if base is None else merged(done.model_path, Path("held"), base_only=True).folder

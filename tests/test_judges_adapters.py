@@ -199,7 +199,7 @@ def test_a_merged_model_computes_what_peft_does(family, text, tmp_path):
 @pytest.mark.parametrize("about", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_is_taken_out_of_the_weights_is_what_peft_takes(init, about, tmp_path):
-    """First values and weights, the folder as it is, its merged model, the folder that PEFT converts."""
+    """First values and weights, the folder unchanged, its merged model, the folder that PEFT converts."""
     config = families.FAMILIES["qwen2"]
     parsed, (tokens, _), weights = read_config(config), drawn(config, 5), families.weights(config)
     export_base(config, tmp_path / "base")

@@ -54,7 +54,7 @@ THROUGHPUT = json.loads((DOCS / "throughput.json").read_text("utf-8"))
 BEST = (0, 1, 4, 7, 9)  # rows of THROUGHPUT in the README
 # Flags of other programs, and of this checkout's scripts.
 OTHER_FLAGS = {"--all", "--judges", "--emulate", "--sweeps", "--cpu", "--show-resume", "--fmad", "--tool", "--no-"}
-OTHER_FLAGS |= {"--data", "--out", "--jobs", "--base", "--micro-batches"}  # of examples and rivals
+OTHER_FLAGS |= {"--data", "--out", "--jobs", "--base", "--micro-batches", "--against"}  # of examples and comparisons
 OTHER_FLAGS |= {flag(name) for name in INSTEAD} | {"--ntasks-per-node", "--nproc-per-node", "--rates"}
 
 
@@ -111,7 +111,7 @@ MADE = {
 
 
 def with_made_parts(page: Path) -> str:
-    """The text of a page with the parts between the marks made anew."""
+    """The text of a page with the parts between the marks made again."""
     text = page.read_text("utf-8")
     for name, make in MADE[page].items():
         parts = re.compile(rf"(<!-- {name}: .*? -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
@@ -126,7 +126,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def inline(page: Path) -> list[str]:
-    """What stands between single backticks, outside of code blocks and of what the changelog says was removed."""
+    """What is between single backticks, outside of code blocks and of what the changelog says was removed."""
     return re.findall(
         r"`([^`]+)`", re.sub(r"```.*?```|### Removed.*?###", "", page.read_text("utf-8"), flags=re.DOTALL)
     )

@@ -10,7 +10,7 @@ from llmq.screen import Screen, counted
 
 
 class Terminal(io.StringIO):
-    """A stream that someone watches."""
+    """A stream that a user watches."""
 
     def isatty(self):
         return True
@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 
 def run(stream, clock, seconds, *, count=100, **settings):
-    """A task of so many seconds a piece; returns what was printed."""
+    """A task of this many seconds a piece; returns what was printed."""
     with Screen(stream).task("Working", **settings) as report:
         for _ in counted(range(count), count, report):
             clock[0] += seconds

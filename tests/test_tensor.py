@@ -36,7 +36,7 @@ def test_columns_that_are_not_there(start, count):
 
 
 @pytest.mark.parametrize("scaling", ["current", "tilewise"])
-def test_a_held_tensor_is_read_as_it_is_in_its_form(scaling):
+def test_a_held_tensor_is_read_directly_in_its_form(scaling):
     form = Form("e4m3", "row", scaling)
     held = Ref("up", "weight", (6, 40), "bf16", form=form)
     slot = Ref("forward/up", "activation", (6, 40), "bf16", held=held)

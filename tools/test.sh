@@ -33,7 +33,7 @@ check() {
 }
 check ruff format --quiet --check llmq tests tools examples setup.py
 check ruff check --quiet llmq tests tools setup.py
-# Types are checked beside the tests, which leave cores idle; what is wrong with them is told on the error stream.
+# Types are checked beside the tests, which leave cores idle; what is wrong with them is printed on the error stream.
 types=$(mktemp) && trap 'rm -f "$types"' EXIT
 .test-venv/bin/python -m mypy --no-error-summary >"$types" 2>&1 &
 checker=$!

@@ -135,7 +135,7 @@ def piece_starts(sizes: Sequence[int], piece_bytes: int) -> list[int]:
 def _combined(lengths: Sequence[int], stream: Any) -> list[np.ndarray] | None:
     """Write-combined pieces, which are free again when all views of them are gone; None where the driver refuses.
 
-    RefusedMemoryError where the host has not so much free.
+    RefusedMemoryError where the host has less free.
     """
     free = host_memory_bytes()[1]
     if sum(lengths) > free:
@@ -175,7 +175,7 @@ def _lock(piece: np.ndarray, stream: Any) -> bool:
 def pinned(num_bytes: int) -> tuple[np.ndarray, bool]:
     """A small buffer of page-locked host memory, or ordinary memory where the system refuses; and whether it is locked.
 
-    RefusedMemoryError where the host has not so much free: the kernel would end the process when it is written.
+    RefusedMemoryError where the host has less free: the kernel would end the process when it is written.
     """
     try:
         return np.frombuffer(cupy.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes), True

@@ -16,7 +16,7 @@ from llmq.ops import cuda
 from llmq.plan.arena import aligned
 from llmq.tensor import DTYPES
 
-WRITTEN = {DTYPES[name]: name for name in ("bf16", "fp32")}  # what is copied over as it is, repeated, and converted
+WRITTEN = {DTYPES[name]: name for name in ("bf16", "fp32")}  # what is copied unchanged, repeated, and converted
 EVEN = 8  # numbers that kernels take at a time
 
 

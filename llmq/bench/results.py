@@ -217,5 +217,5 @@ def _predicted(result: Result) -> str:
 
 
 def say(console: Console, text: str) -> None:
-    """Prints a line as it is."""
+    """Prints a line unchanged."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)

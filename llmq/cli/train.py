@@ -23,7 +23,7 @@ ALL = "llmq.help_all"  # in a context's meta: the help is that of --help-all
 ARGUMENTS = "llmq.arguments"  # in a context's meta: all of them
 REPEATED = "llmq.repeated"  # in a context's meta: notices of flags that are given more than once
 NO_VALUE = "a flag takes no value: --overwrite turns it on, --no-overwrite off"
-# click stops at the first unknown flag; here all of them are told with the bad values
+# click stops at the first unknown flag; here all of them are reported with the bad values
 UNKNOWN_ALLOWED = {**shell.SETTINGS, "ignore_unknown_options": True, "allow_extra_args": True}
 
 

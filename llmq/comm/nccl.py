@@ -97,7 +97,7 @@ class NcclWorld:
     def group(self, known: dict[str, Any] | None = None) -> Iterator[None]:
         """Collectives within are one.
 
-        `known` keeps what the ranks have told each other of such a group, for when it is made again with the same
+        `known` keeps what the ranks have exchanged of such a group, for when it is made again with the same
         addresses: a group that goes into a graph has been made before.
         """
         if self._group is not None:

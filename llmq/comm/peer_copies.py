@@ -87,14 +87,14 @@ class PeerCopies:
         self._host, self._gpu = host, gpu
         self._rank, self._size = host.rank, host.size
         self._others = [(self._rank + apart) % self._size for apart in range(1, self._size)]
-        self._number = 0  # of groups whose addresses the ranks have told each other
+        self._number = 0  # of groups whose addresses the ranks have exchanged
         self._words, self._peers = gpu.words(KINDS * host.size), dict[int, int]()
         self._memory: list[OpenedMemory] = []
-        told = host.gather([machine, *self._tried(lambda: gpu.exported(self._words))])
-        problem = "" if len({one[0] for one in told}) == 1 else "the ranks are on several machines"
-        problem = problem or next((one[2] for one in told if one[2]), "")
+        replies = host.gather([machine, *self._tried(lambda: gpu.exported(self._words))])
+        problem = "" if len({one[0] for one in replies}) == 1 else "the ranks are on several machines"
+        problem = problem or next((one[2] for one in replies if one[2]), "")
         if not problem:
-            problems = host.gather(self._tried(lambda: self._open([one[1] for one in told]))[1])
+            problems = host.gather(self._tried(lambda: self._open([one[1] for one in replies]))[1])
             problem = str(next(filter(None, problems), ""))
         if problem:
             raise PeerError(problem)
@@ -119,13 +119,13 @@ class PeerCopies:
         """
         self._number += 1
         free = {rank: [(*self._gpu.exported(at), size) for at, size in one] for rank, one in transfers.received.items()}
-        told = self._host.gather({"group": self._number, "free": [free.get(rank, []) for rank in range(self._size)]})
-        if any(not isinstance(one, dict) or one.get("group") != self._number for one in told):
+        replies = self._host.gather({"group": self._number, "free": [free.get(rank, []) for rank in range(self._size)]})
+        if any(not isinstance(one, dict) or one.get("group") != self._number for one in replies):
             raise WorldError(f"rank {self._rank} copies its group {self._number}, and others do something else")
         memory: dict[str, OpenedMemory] = {}
         moves = []
         for rank in self._others:
-            theirs, mine = told[rank]["free"][self._rank], transfers.sent.get(rank, [])
+            theirs, mine = replies[rank]["free"][self._rank], transfers.sent.get(rank, [])
             if [size for _, _, size in theirs] != [size for _, size in mine]:
                 raise WorldError(f"rank {rank} receives other sizes than rank {self._rank} sends")
             for (handle, offset, size), (source, _) in zip(theirs, mine, strict=True):

@@ -3,7 +3,7 @@
 Both sides prove that they know the job's token, by answering a random challenge of the other with an HMAC-SHA256; the
 token itself is never sent. What follows is neither encrypted nor signed: the network is trusted not to change it.
 A message is a JSON object with its length in front; nothing is ever unpickled. multiprocessing.connection has such
-proofs, too, but the same ones for both sides: whoever took the store's port could send back what a rank proves.
+proofs, too, but the same ones for both sides: one that took the store's port could send back what a rank proves.
 """
 
 import hmac
@@ -170,7 +170,7 @@ class Door(socketserver.ThreadingTCPServer):
 
     `serve` gets the channel, which is its own, and the address that it comes from. Its OSError or Refused closes it.
     A connection that does not prove itself in time is closed, the oldest also where there are more than are allowed;
-    `note` is told of one with another token.
+    `note` gets one with another token.
     """
 
     daemon_threads, block_on_close = True, False

@@ -23,7 +23,7 @@ RIVALS = (  # a method, what cannot be given beside it, and the message
     (
         "train_only",
         ADAPTERS,
-        "--train-only trains a part of the model, and adapters leave it as it is: leave one of them out",
+        "--train-only trains a part of the model, and adapters do not change it: leave one of them out",
     ),
     ("prompt_tuning", ("prefix_tuning", *ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
     ("prefix_tuning", (*ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
@@ -99,7 +99,7 @@ class AdapterOptions(Section):
         lambda rank: max(1, 2 * rank // 3), "Mean rank at the end.", "target_r", shown="two thirds of --lora-rank", ge=1
     )
     adalora_warmup: Int | None = _of_adalora(0, "First steps in which all ranks are kept.", "tinit", ge=0)
-    adalora_final: Int | None = _of_adalora(0, "Last steps in which ranks stay as they are.", "tfinal", ge=0)
+    adalora_final: Int | None = _of_adalora(0, "Last steps in which ranks do not change.", "tfinal", ge=0)
     adalora_interval: Int | None = _of_adalora(10, "Steps from one choice of ranks to the next.", "deltaT", ge=1)
     adalora_beta1: Float | None = _of_adalora(0.85, "Share of past sensitivity kept in a step.", gt=0, lt=1)
     adalora_beta2: Float | None = _of_adalora(0.85, "Share of its past uncertainty kept in a step.", gt=0, lt=1)

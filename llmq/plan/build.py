@@ -49,7 +49,7 @@ def _stored(spec: Spec, row: Row) -> Row:
     base, p = spec.base, spec.precision
     if base not in (None, *HELD_FORMS, p.model):
         raise UsageError(f"--base-dtype {base} does not multiply with --model-dtype {p.model}: give both the same")
-    # Embedding, head and norms stay as they are: bitsandbytes and PEFT quantize linear layers alone, too.
+    # Embedding, head and norms keep their dtype: bitsandbytes and PEFT quantize linear layers alone, too.
     if not is_layer_weight(row):
         return row
     if row.trainable:

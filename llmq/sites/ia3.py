@@ -91,7 +91,7 @@ class InputGainLinear:
     def forward(self, ops: Ops, a: Slots, y: Ref, x: Ref, w: Parameters, residual: Ref | None = None) -> None:
         """y (...,N) <- x (...,K), w, residual (...,N) or None."""
         scaled = a[f"{self.key}.scaled"]
-        # Scaling x is scaling columns of W: the base stays as it is held, in 4 bits, too.
+        # Scaling x is scaling columns of W: the base stays in its form, in 4 bits, too.
         ops.scale_columns_forward(scaled, x, w.ia3, None, None)
         self.base.forward(ops, a, y, scaled, w, residual)
 

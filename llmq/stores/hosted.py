@@ -68,7 +68,7 @@ class HostedGrads:
                 ops.copy_to_host(whole, kept)
 
     def sums(self, ops: Any) -> Iterator[Ref]:
-        """Yields what the optimizer reads, as it is on the host."""
+        """Yields what the optimizer reads, where it is on the host."""
         yield from self._store.sums(ops)
 
     def shares(self, ops: Any) -> Iterator[Ref]:

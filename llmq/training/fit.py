@@ -39,7 +39,7 @@ BEST = 5  # settings that are printed
 MOST_TOKENS = 2**17  # of a micro-batch that holds more than one sequence
 SIZES = ("batch_size", "grad_accumulation")
 WATCHING = {"log_fp8_every", "sample_prompts"}  # options that a search leaves alone
-UNIT = 8192  # tokens that lengths of --longest are multiples of, and of a tile: products of so many are as fast as more
+UNIT = 8192  # tokens of a tile, of which lengths of --longest are multiples: products of more are no faster
 HEAD_UNIT = 4096  # of a chunk of logits
 LONGEST = 2**24  # tokens that are tried
 ALL_MAY = ("states", "matmul")
@@ -73,7 +73,7 @@ def fitted(
     fixed: Collection[str] | None = None,
     task: StartTask = unshown,
 ) -> Fit:
-    """The best settings of a run that takes so many `samples` a step on each rank.
+    """The best settings of a run that takes this many `samples` a step on each rank.
 
     `spec_of` resolves options. Many plans are made as for a backend that is planned for, and the last for `backend`.
     Where numbers are `kept`, as of a checkpoint, --fit-may allows none. Options that are `fixed` stay, by default those
@@ -109,19 +109,19 @@ def with_longest(options: Options, spec_of: SpecOf, limits: Limits) -> Fit:
     MLP and chunks of the logits, where they are not given, are as many as the length has units. UsageError beside
     --seq-len and --fit, MemoryLimitError if one unit does not fit.
     """
-    told, room, costs = minimal(options), limits.room, limits.costs
-    if refused := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in told]:
+    explicit, room, costs = minimal(options), limits.room, limits.costs
+    if refused := [f"--{key.replace('_', '-')}" for key in ("seq_len", "fit") if key in explicit]:
         raise UsageError(
             f"--longest looks for the length in the settings that are given: leave out {', '.join(refused)}"
         )
-    one = {"batch_size": 1, **({} if "global_batch_size" in told else {"grad_accumulation": 1})}
+    one = {"batch_size": 1, **({} if "global_batch_size" in explicit else {"grad_accumulation": 1})}
 
     def settings(units: int) -> dict[str, int]:
         tiles = {"seq_tiles": units, "lmhead_chunks": units * UNIT // HEAD_UNIT}
-        return {"seq_len": units * UNIT, **{key: count for key, count in tiles.items() if key not in told}}
+        return {"seq_len": units * UNIT, **{key: count for key, count in tiles.items() if key not in explicit}}
 
     def parsed(units: int) -> Options:
-        return Options.parse({**one, **told, **settings(units)})
+        return Options.parse({**one, **explicit, **settings(units)})
 
     with uncollected():
         most = {relaxed: _longest(of, lambda units: spec_of(parsed(units)), room) for relaxed, of in costs.items()}
@@ -159,11 +159,11 @@ def _longest(costs: Costs, spec_at: Callable[[int], Spec], room: Available) -> i
 
 def taken(options: Options, changes: Changes) -> Options:
     """The options of a run with settings that a search chose in place of --fit."""
-    told, flat = minimal(options), options.to_flat()
-    told |= {key: flat[key] for key in ("continue", "reset") if flat[key] is not None}
+    explicit, flat = minimal(options), options.to_flat()
+    explicit |= {key: flat[key] for key in ("continue", "reset") if flat[key] is not None}
     # what follows from the size of all micro-batches together is found again
-    follows = {"grad_accumulation"} if "global_batch_size" in told else set()
-    return Options.parse({**{k: v for k, v in told.items() if k not in {"fit", "fit_may", *follows}}, **changes})
+    follows = {"grad_accumulation"} if "global_batch_size" in explicit else set()
+    return Options.parse({**{k: v for k, v in explicit.items() if k not in {"fit", "fit_may", *follows}}, **changes})
 
 
 def _terms(options: Options, spec: Spec, where: Device, samples: int, given: frozenset[str]) -> Terms:

@@ -109,7 +109,7 @@ def _resolve_precision(start: Start, options: Options, config: ModelConfig) -> t
         dtypes, is_auto = dtypes.without_fp8(), False
     device.refuse_dtypes(where, dtypes.matmul, dtypes.head, scaling=dtypes.scaling)
     dtypes = dtypes.without(state.get("fp8", {}).get("fell_back", ()))
-    if is_auto and (sites := start.ranks.told.get("sites") or state.get("sites")):
+    if is_auto and (sites := start.ranks.shared.get("sites") or state.get("sites")):
         return replace(dtypes, matmul=sites["matmul"], wide=tuple(sites["wide"])), False
     if is_auto and where.planned:
         raise UsageError(
@@ -173,8 +173,8 @@ def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:
         return Fit(options)
     saved = earlier.state.get("options", {})
     kept = {key: saved[key] for key in NUMBERS if key in saved} if earlier.path else None
-    if (told := start.ranks.told.get("fit")) is not None:
-        return Fit(taken(options, {**(kept or {}), **told}), told)
+    if (shared := start.ranks.shared.get("fit")) is not None:
+        return Fit(taken(options, {**(kept or {}), **shared}), shared)
 
     def spec_of(tried: Options) -> Spec:
         return facts.spec(tried, _resolve_precision(start, tried, facts.config)[0])

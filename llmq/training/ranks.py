@@ -32,7 +32,7 @@ class Ranks:
     """The ranks of a run as this one sees them. `said` is a line on who started them, `device` this rank's own, `start`
     and `again` as of a Place, and `can_restart` whether what started them starts a lost one again.
 
-    A dry run is alone, and plans as the first of so many ranks (`planned`).
+    A dry run is alone, and plans as the first of this many ranks (`planned`).
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ranks:
         self.start, self.again, self.can_restart = start, again, can_restart
         self.rank, self.size = world.rank, planned or world.size
         self.step = 0  # that this rank is in
-        self.told: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
+        self.shared: Mapping[str, Any] = {}  # by the first rank, of what it found and chose for all
         self.on_lost: Callable[[str], None] = lambda lost: None  # the last that this rank does
         self._watched: Membership | None = None
 
@@ -83,15 +83,15 @@ class Ranks:
     def in_turn(self, work: Callable[[], Result], tell: Callable[[Result], Mapping[str, Any]]) -> Result:
         """What `work` returns, which the first rank does alone before the others do.
 
-        They find its caches, and in `told` what it tells of its result.
+        They find its caches, and in `shared` what it tells of its result.
         """
         if self.world.size == 1:
             return work()
         with self.long("waiting for its turn"):
             if self.is_first:
                 result = work()
-                self.told = tell(result)
-            self.told = self.agreed(self.told)
+                self.shared = tell(result)
+            self.shared = self.agreed(self.shared)
             if not self.is_first:
                 result = work()
             self.world.gather(None)

@@ -67,8 +67,8 @@ class EarlierRun:
         starts_over = not continues and (plans_only or options.to_flat()["overwrite"])
         writes = ranks.is_first and not plans_only
         path = None if starts_over else checkpoints.start(log.warn, partial(log.task, words=shown), writes=writes)
-        if "resume" in ranks.told:
-            path = Path(ranks.told["resume"]) if ranks.told["resume"] else None
+        if "resume" in ranks.shared:
+            path = Path(ranks.shared["resume"]) if ranks.shared["resume"] else None
         state, reader = load(path, verified=False) if path else ({}, None)  # it was, when it was chosen
         replaces_model = plans_only or is_of_run(options.export, state.get("options", {}))
         if checkpoints.starts_anew:
@@ -159,7 +159,7 @@ class Facts:
         )
 
     def limits(self, options: Options, backend: Backend, micro_steps: int) -> Limits:
-        """What there is for a run with these options, whose steps have so many micro-batches."""
+        """What there is for a run with these options, whose steps have this many micro-batches."""
         is_gpu = self.where.kind == "cuda"
         strict = is_gpu and device.backend_settings(options.system, self.where)["deterministic"]
         return Limits(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Timed:
-    """What took some time for so many tokens."""
+    """What took some time for this many tokens."""
 
     step: int
     time_ms: float

@@ -63,7 +63,7 @@ class Schedule:
         """A message on a rate that trains nothing, or ruins any model."""
         rate = f"--learning-rate {self.peak:g}"
         if self.peak == 0:
-            yield f"{rate} trains nothing: the weights stay as they are"
+            yield f"{rate} trains nothing: the weights do not change"
         elif self.peak > LARGEST_RATE:
             yield f"{rate} moves weights by up to that much in every step, and few are above 1: use 1e-2 or less"
 

@@ -28,7 +28,7 @@ LEFT = 6  # exit code of a rank that leaves while its GPU waits
 
 
 def rank_process(rank, port, results):
-    """One rank: all runs at all levels, then what stands still."""
+    """One rank: all runs at all levels, then what hangs."""
     try:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # of what waits for ever
         import cupy

@@ -123,7 +123,7 @@ def cuda(cuda_memory, monkeypatch, tmp_path):
 
 
 def loaded(name, monkeypatch):
-    """A module that is executed anew."""
+    """A module that is executed again."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
@@ -132,7 +132,7 @@ def loaded(name, monkeypatch):
 
 
 def test_only_an_allocation_that_is_refused_is_a_lack_of_memory(runtime, cuda_memory):
-    """What an earlier kernel did wrong may be told by any later call."""
+    """What an earlier kernel did wrong may be reported by any later call."""
     for allocate in (
         lambda: cuda_memory.device_memory(100),
         lambda: algorithms._Trial(None, {"a": 100}, 7, "a product"),
@@ -308,7 +308,7 @@ def test_kernels_read_locked_memory_by_the_hosts_addresses_alone(
     ],
     ids=str,
 )
-def test_libraries_that_lack_memory_are_told_from_those_that_fail(cuda, monkeypatch, error, is_lack):
+def test_libraries_that_lack_memory_differ_from_those_that_fail(cuda, monkeypatch, error, is_lack):
     """By CUDA's status or a library's words: while algorithms are timed or memory is allocated, and within a program.
     What fails otherwise stays what it is."""
     monkeypatch.setattr(sys.modules["cupy.cuda"], "Stream", lambda non_blocking: Stream())
@@ -384,7 +384,7 @@ class Stream:
         return SimpleNamespace(upload=lambda stream: None, launch=lambda stream: None)
 
 
-def test_what_failed_within_a_capture_is_what_is_told(cuda):
+def test_what_failed_within_a_capture_is_what_is_reported(cuda):
     stream, wrong = Stream(), []
 
     def call():
@@ -402,7 +402,7 @@ def test_what_failed_within_a_capture_is_what_is_told(cuda):
     program()
 
 
-def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_told(cuda, monkeypatch):
+def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_reported(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "kernel_notices", kernels := [])
     old = {"algorithm": bytes(64).hex(), "microseconds": 1.0, "first_microseconds": 1.0, "candidates": 8}
     backend = cuda.CudaBackend(given={"device": "H200", "algorithms": {"a product": old}})

@@ -63,17 +63,17 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
         "llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: Ceilings(dict.fromkeys(dtypes, 1e11), 1e10)
     )
     assert run("linear_*", *shape, "--dtypes=bf16,e4m3", "--fp8-scaling=current") == 0
-    told = capsys.readouterr().out
-    assert "bf16 2x16, one layer" in told and "e4m3 2x16, one layer" in told and "e4m3/col/current" in told
-    rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| linear_")]
+    printed = capsys.readouterr().out
+    assert "bf16 2x16, one layer" in printed and "e4m3 2x16, one layer" in printed and "e4m3/col/current" in printed
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| linear_")]
     assert rows and all(record(row[0].removeprefix("| ")).is_linear and float(row[4]) > 0 for row in rows)
 
 
 def test_the_list_measures_nothing(shape, capsys, monkeypatch):
     monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda *a: pytest.fail("measured"))
     assert run("--list", *shape) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert "swiglu_forward | 2x16x64 <- 2x16x128 | bf16 <- bf16 | 0.0" in told and len(told) == len(set(told))
+    printed = capsys.readouterr().out.splitlines()
+    assert "swiglu_forward | 2x16x64 <- 2x16x128 | bf16 <- bf16 | 0.0" in printed and len(printed) == len(set(printed))
 
 
 @pytest.mark.gpu

@@ -50,9 +50,9 @@ def on_ranks(request, size=2):
 @pytest.mark.slow
 def test_one_then_all_at_every_level(shape, tmp_path, capsys):
     assert on_ranks(asked(shape, zero_levels=(1, 3), save=f"{tmp_path}/out.json")) == [None, None]
-    told = capsys.readouterr().out
-    assert told.count("Measured ceilings") == 1 and "2 GPUs: x" in told
-    assert "2x16 on 2 GPUs, level 3, 128 tokens a step" in told
+    printed = capsys.readouterr().out
+    assert printed.count("Measured ceilings") == 1 and "2 GPUs: x" in printed
+    assert "2x16 on 2 GPUs, level 3, 128 tokens a step" in printed
     alone, first, third = json.loads((tmp_path / "out.json").read_text())["results"]
     assert (alone["gpus"], alone["zero_level"], alone["scaling"]) == (1, None, None)
     assert [(one["gpus"], one["zero_level"]) for one in (first, third)] == [(2, 1), (2, 3)]
@@ -82,7 +82,7 @@ def test_the_batch_fits_every_rank_at_every_level(shape, monkeypatch):
 
 
 def refusing(monkeypatch, size, rank):
-    """Has no room for the plans of a rank of so many."""
+    """Has no room for the plans of a rank of this many."""
     fitting = Configuration.fitting_plan
 
     def plan(one, backend):

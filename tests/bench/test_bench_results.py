@@ -33,7 +33,7 @@ def machine():
 
 
 def result(model="m", dtype="fp32", seconds=(0.2, 0.1, 0.25), readings=READINGS, others=0):
-    """A result of 64 tokens a step in micro-batches of 32, beside so many other processes on the card."""
+    """A result of 64 tokens a step in micro-batches of 32, beside this many other processes on the card."""
     plan = plan_of(FP32)
     speed = Speed(plan, 64, seconds, 3.0, (4.5, 4.25), (), readings, 12345)
     found = Ladder(RUNGS, speed.micro_batch_ms)
@@ -75,7 +75,7 @@ def test_a_file_comes_back_as_it_was(tmp_path):
         save(tmp_path / "none" / "a.json", made)
 
 
-def test_tenants_are_told():
+def test_tenants_are_reported():
     for others, says in (
         (0, "no other process on the card"),
         (1, "Warning: 1 other process on the card"),

@@ -64,10 +64,10 @@ def run(arguments):
 
 
 def test_the_command_prints_and_saves(measure, tmp_path):
-    told, saved = measure("--dtypes=fp32,e4m3")
+    output, saved = measure("--dtypes=fp32,e4m3")
     for part in ("tokens/s (", "of the speed of light", "of the measured ceilings", " planned, ", "roofline ms"):
-        assert part in told, part
-    assert "gaps" in told or "overlap" in told
+        assert part in output, part
+    assert "gaps" in output or "overlap" in output
     assert saved["command"].startswith(f"llmq-bench --models={tmp_path} ") and saved["schema"] == 3
     assert saved["ceilings"] == {"flops": dict.fromkeys(("bf16", "e4m3", "fp32"), 1e11), "bytes_per_s": 1e10}
     first, second = saved["results"]
@@ -80,8 +80,8 @@ def test_the_command_prints_and_saves(measure, tmp_path):
 def test_adapters_are_measured(measure, shape):
     """On a frozen base, whose products are fewer; the file says what was trained."""
     adapted = ["--lora-rank=4", "--lora-targets=mlp", "--base-dtype=nf4", "--adapter-dtype=bf16", "--dora"]
-    told, saved = measure("--dtypes=e4m3", *adapted)
-    assert "e4m3 2x16, DoRA of rank 4 on nf4, 64 tokens a step" in told.replace("\n", " ")
+    output, saved = measure("--dtypes=e4m3", *adapted)
+    assert "e4m3 2x16, DoRA of rank 4 on nf4, 64 tokens a step" in output.replace("\n", " ")
     (one,) = saved["results"]
     assert (one["lora_rank"], one["base_dtype"]) == (4, "nf4") and one["sol"] > 0
     assert (one["precision"]["master"], one["precision"]["m"]) == ("bf16", "fp32")
@@ -92,12 +92,12 @@ def test_adapters_are_measured(measure, shape):
 def test_what_saves_memory_is_measured_and_single_ops_need_not_be_timed(measure):
     saving = ["--recompute=block", "--offload-residual", "--offload-optimizer", "--seq-tiles=2", "--fused-update"]
     saving += ["--use-zero-copy", "--write-combined", "--no-persistent-quants", "--no-single-ops"]
-    told, saved = measure("--tokens-per-step=32", "--dtypes=bf16", *saving, without=["--tokens"])
+    output, saved = measure("--tokens-per-step=32", "--dtypes=bf16", *saving, without=["--tokens"])
     (one,) = saved["results"]
     settings, (rung,) = one["settings"], one["ladder"]
     assert settings["offload"] == ["residual"] and settings["host"] == ["m", "v"] and settings["seq_tiles"] == 2
     assert settings["fused"] and settings["zero_copy"] and settings["write_combined"]
-    assert not settings["persistent_quants"] and "all ops" in told
+    assert not settings["persistent_quants"] and "all ops" in output
     assert rung["family"] == "all ops" and rung["ms"] == one["micro_batch_ms"] > rung["roofline_ms"] > 0
     assert one["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not one["gaps_ms"]
 
@@ -111,11 +111,11 @@ def test_several_batch_sizes_end_in_one_table_and_one_that_does_not_fit_is_named
         return fitting(one, backend)
 
     monkeypatch.setattr(Configuration, "fitting_plan", plan)
-    told, saved = measure("--dtypes=fp32", "--batch-size=1,2,4", "--no-single-ops", without=["--batch-size"])
-    rows = [line.split() for line in told.splitlines() if "fp32" in line and "(" in line]
+    output, saved = measure("--dtypes=fp32", "--batch-size=1,2,4", "--no-single-ops", without=["--batch-size"])
+    rows = [line.split() for line in output.splitlines() if "fp32" in line and "(" in line]
     assert [next(part for part in row if "x16" in part) for row in rows[-2:]] == ["1x16", "4x16"]
     assert [r["batch_size"] for r in saved["results"]] == [1, 4]
-    assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in told
+    assert f"Too large for the memory that is free: {shape[0].partition('=')[2]} fp32 2x16" in output
     assert run([*shape, "--dtypes=fp32"]) == MemoryLimitError.exit_code
 
 
@@ -282,7 +282,7 @@ def test_attention_runs_in_chunks_where_the_batch_was_asked_for(memory):
     assert again[1][1].spec.memory.attention_chunks == 1 and again[1][1].spec.batch_size < 4
 
 
-def test_a_gpu_is_opened_measured_and_told_of(measure, monkeypatch):
+def test_a_gpu_is_opened_measured_and_described(measure, monkeypatch):
     """The GPU's way through the command, with the host in the place of the GPU."""
     import fake_gpu
 
@@ -294,11 +294,11 @@ def test_a_gpu_is_opened_measured_and_told_of(measure, monkeypatch):
     ceilings = Ceilings({"bf16": 1e14}, 9e11)
     monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: ceilings)
     monkeypatch.setattr(cuda_driver, "versions", lambda: {"cuBLASLt": "13.1.0", "cuDNN": "9.19.0", "cupy": "14.2"})
-    told, saved = measure("--dtypes=bf16", "--no-deterministic", without=["--device"])
-    assert "NVIDIA GeForce RTX 4090; driver unknown (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy 14.2" in told
-    assert "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in told
-    assert "SM clock 2,520 MHz, 402 W, up to 60 C, slowed by: power cap 100% of the time" in told
-    assert "Warning: 2 other processes on the card" in told and "1.0 GiB in use on the card" in told
+    output, saved = measure("--dtypes=bf16", "--no-deterministic", without=["--device"])
+    assert "NVIDIA GeForce RTX 4090; driver unknown (CUDA 13.0), cuBLASLt 13.1.0, cuDNN 9.19.0, cupy 14.2" in output
+    assert "bf16 100 TFLOP/s (61% of the peak), copy 900 GB/s" in output
+    assert "SM clock 2,520 MHz, 402 W, up to 60 C, slowed by: power cap 100% of the time" in output
+    assert "Warning: 2 other processes on the card" in output and "1.0 GiB in use on the card" in output
     (result,) = saved["results"]
     assert result["deterministic"] is False and result["gpu"]["other_processes"] == 2
     assert result["gpu"]["sm_mhz"] == 2520 and result["gpu"]["throttled"] == {"power cap": 1.0}
@@ -349,10 +349,10 @@ def test_what_fit_decides_is_not_given(given, training, num_ranks, message):
 def test_predicted_speeds_stand_beside_measured_ones(measure, monkeypatch, tmp_path):
     """On a card whose rates are known; by hand, of the steps that were made."""
     monkeypatch.setattr(Device, "card", gpus.named("H200"))
-    told, saved = measure("--dtypes=fp32", "--no-single-ops")
+    output, saved = measure("--dtypes=fp32", "--no-single-ops")
     request = BenchOptions(models=(str(tmp_path),), dtypes=("fp32",), batch_size=(2,), seq_len=16)
     (one,) = configurations(request, {}, CPU)
     spec = Spec(from_folder(tmp_path), one.precision, Memory(), Hyperparameters(), 2, 16)
     seconds, rate = step_seconds(make_plan(spec), sustained(gpus.named("H200")), 2), saved["results"][0]
     assert rate["predicted_tokens_per_second"] == pytest.approx(64 / seconds)
-    assert f"predicted: {rate['predicted_tokens_per_second']:,.0f} (+" in told
+    assert f"predicted: {rate['predicted_tokens_per_second']:,.0f} (+" in output

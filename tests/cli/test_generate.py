@@ -59,9 +59,9 @@ def lines(text):
 
 
 def test_a_prompt_is_continued_and_the_stats_close_it(run):
-    code, text, told = run("--prompt=It's the king", "--stats")
+    code, text, printed = run("--prompt=It's the king", "--stats")
     assert code == 0 and text.endswith("\n") and len(text) > 1
-    assert "new; first token after" in told and "GB/s" in told
+    assert "new; first token after" in printed and "GB/s" in printed
     assert run("--prompt=It's the king") == (0, text, "")
 
 
@@ -96,8 +96,8 @@ def test_a_chat_answers_each_line_with_all_turns_before_it(run):
     first = run("--prompt=<system>Be brief</><user>Aye</><you>")[1]
     second = run(f"--prompt=<system>Be brief</><user>Aye</><assistant>{first[:-1]}</><user>ROMEO</><you>")[1]
     assert code == 0 and text == first + second
-    code, _, told = run("--chat", "--max-length=10", said="What say'st thou, ROMEO? 10 ships\n")
-    assert code == errors.UsageError.exit_code and "--max-length is 10: begin a new one" in told
+    code, _, printed = run("--chat", "--max-length=10", said="What say'st thou, ROMEO? 10 ships\n")
+    assert code == errors.UsageError.exit_code and "--max-length is 10: begin a new one" in printed
 
 
 def test_an_end_token_ends_a_text_unless_it_is_ignored(run, model, tmp_path):
@@ -121,8 +121,8 @@ def test_a_model_without_a_tokenizer_or_a_template_says_so(run, model, tmp_path)
         (bare / name).symlink_to(model / name)
     assert "the model has no tokenizer: give one with --tokenizer" in run("--prompt=a", folder=bare)[2]
     save(byte_level(), tmp_path / "plain", {"eos_token": EOS})
-    code, _, told = run("--chat", f"--tokenizer={tmp_path / 'plain'}", said="a\n", folder=bare)
-    assert code == errors.DataError.exit_code and "has no chat template" in told
+    code, _, printed = run("--chat", f"--tokenizer={tmp_path / 'plain'}", said="a\n", folder=bare)
+    assert code == errors.DataError.exit_code and "has no chat template" in printed
 
 
 KING = "It's the king"

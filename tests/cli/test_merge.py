@@ -61,7 +61,7 @@ def run(folder, family, out, *arguments):
 
 @pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4", "e4m3"])
 def test_adapters_are_added_to_a_quantized_base(folder, base, tmp_path, capsys):
-    """To what it stands for, which differs from the model in the weights of layers alone."""
+    """To its values, which differs from the model in the weights of layers alone."""
     given = f"--adapter={folder / 'qwen2-0'}"
     _, plain = run(folder, "qwen2", tmp_path / "plain", given)
     code, found = run(folder, "qwen2", tmp_path / "out", given, f"--base-dtype={base}")
@@ -82,7 +82,7 @@ def test_the_changes_of_adapters_are_added_up(folder, family, tmp_path, capsys):
     names = [folder / f"{family}-{number}" for number in (0, 1)]
     given = [f"--adapter={name}" for name in names]
     code, found = run(folder, family, tmp_path / "out", *given, "--weight=0.5", "--weight=2")
-    text, told = capsys.readouterr()
+    text, printed = capsys.readouterr()
     assert code == 0 and "linear maps changed" in text
     base = load_file(folder / family / "model.safetensors")
     base.setdefault("lm_head.weight", base["model.embed_tokens.weight"])
@@ -98,7 +98,7 @@ def test_the_changes_of_adapters_are_added_up(folder, family, tmp_path, capsys):
                 wanted = wanted + weight * (change[f"{Q}.base_layer.bias"] - value)
         np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-5, err_msg=name)
     assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
-    assert ("no longer tied" in told) == (family == "qwen2.5_tied")
+    assert ("no longer tied" in printed) == (family == "qwen2.5_tied")
 
 
 def test_a_tied_head_without_an_adapter_stays_tied(folder, tmp_path):

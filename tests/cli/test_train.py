@@ -19,7 +19,7 @@ from llmq.options.parse import Options, descriptions
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model=m", "--train-file=t.bin"]
-# The command line of the manual, as it stands.
+# The command line of the manual, unchanged.
 MANUAL = shlex.split("""
     --model=Qwen/Qwen2.5-0.5B --train-file=data/tiny-shakespeare-qwen/train.bin
     --eval-file=data/tiny-shakespeare-qwen/eval.bin --model-dtype=bf16 --opt-m-dtype=bf16 --opt-v-dtype=bf16

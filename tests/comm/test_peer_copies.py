@@ -99,7 +99,7 @@ def transfers(rank, size):
 
 
 def queued(size, turns):
-    """GPUs with the commands of so many turns, in each of which every piece has other numbers; and what was wrong."""
+    """GPUs with the commands of this many turns, in each of which every piece has other numbers; and what was wrong."""
     memory, wrong = np.zeros(size * SPACE, np.uint8), []
     gpus = [Gpu(rank, memory) for rank in range(size)]
 
@@ -213,7 +213,7 @@ def calls(world, copies):
 
 
 @pytest.mark.parametrize(("differ", "message"), [(sizes, "receives other sizes"), (calls, "others do something else")])
-def test_ranks_that_differ_are_told(differ, message):
+def test_ranks_that_differ_are_reported(differ, message):
     memory = np.zeros(2 * SPACE, np.uint8)
     with pytest.raises(WorldError, match=message):
         run_ranks(2, lambda world: differ(world, PeerCopies(world, Gpu(world.rank, memory), "here")))

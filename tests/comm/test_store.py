@@ -261,7 +261,7 @@ def test_who_keeps_the_store_is_named_when_it_breaks_off():
     assert lost == "rank 0 is lost: it keeps the store; its connection has ended (the connection was closed)"
 
 
-def test_ranks_are_told_in_words():
+def test_ranks_are_described_in_words():
     assert [store.in_words(ranks) for ranks in ([3], [7, 1, 4, 6, 5])] == ["rank 3", "ranks 1, 4 to 7"]
     assert store.in_words([1, 2]) == "ranks 1 to 2"
     assert lost_in_words(None, "why") == "the launcher is lost: why"
@@ -321,7 +321,7 @@ def test_ranks_that_stand_still_are_lost_where_others_wait_for_them(ranks, secon
     assert Board(*ranks, seconds=seconds, alive=alive).lost() == lost
 
 
-def test_nobody_is_lost_while_all_advance():
+def test_no_rank_is_lost_while_all_advance():
     board = Board(("", 0, ""), ("", 0, ""))
     for count in range(500):
         for rank in range(2):

@@ -93,7 +93,7 @@ def test_small_exchanges_are_fast():
     assert max(run_ranks(2, work)) < 1.0
 
 
-def test_ranks_that_make_different_calls_are_told():
+def test_ranks_that_make_different_calls_are_reported():
     def work(world):
         mine = np.zeros(4 + world.rank)
         world.exchange([mine, mine], [np.zeros_like(mine), np.zeros_like(mine)])

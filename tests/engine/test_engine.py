@@ -141,7 +141,7 @@ class ScratchBackend(HostBackend):
 
 
 def test_two_engines_of_one_backend_have_scratch_of_their_own():
-    """Called in turn: an engine that is gone, or larger, leaves nothing behind."""
+    """Called in turn: an engine that is gone, or larger, leaves nothing."""
     backend = ScratchBackend()
     engines = [engine_of(plan_of(FP32, scratch_bytes=backend.scratch_bytes), backend=backend) for _ in range(2)]
     assert engines[0].plan.table()["Workspace"] == 1024

@@ -312,5 +312,5 @@ def test_a_gpu_is_timed_by_its_own_events():
         x = cupy.ones((4096, 4096), np.float32)
         for _ in range(50):
             x = x @ x * 1e-4
-    assert clock.elapsed_ms(start, clock.mark()) > 1  # 50 products of 137 GFLOP, whoever waits for them
+    assert clock.elapsed_ms(start, clock.mark()) > 1  # 50 products of 137 GFLOP, whatever waits for them
     assert dataclasses.replace(speed, seconds=(1.0,)).micro_batch_ms == 500

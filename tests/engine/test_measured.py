@@ -50,7 +50,7 @@ MOMENTS, ZERO_COPY = {"offload_opt_m": True, "offload_opt_v": True}, {"use_zero_
 
 @dataclass(frozen=True)
 class Measured:
-    """A speed in tokens/s of a page, in steps of so many `tokens`, and the options of llmq-train. The name has model,
+    """A speed in tokens/s of a page, in steps of this many `tokens`, and the options of llmq-train. The name has model,
     sizes and number of GPUs."""
 
     name: str
@@ -178,7 +178,7 @@ def test_an_h200_is_predicted_as_it_was_measured(row):
     said = re.search(
         rf"^\| {re.escape(row.name)} \| ([\d,]+) \| {row.speed:,} \|", PAGE.read_text("utf-8"), re.MULTILINE
     )
-    assert rate == pytest.approx(int(said[1].replace(",", "")), rel=0.01), "write the table anew, as said above"
+    assert rate == pytest.approx(int(said[1].replace(",", "")), rel=0.01), "write the table again, as said above"
 
 
 def test_the_table_has_every_row_and_no_other():

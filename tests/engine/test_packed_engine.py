@@ -30,7 +30,7 @@ def test_rows_of_one_document_have_the_bits_of_dense_rows(precision):
     assert np.array_equal(next_logits(packed, prompt), next_logits(dense, prompt))
 
 
-def test_padding_and_what_lies_behind_it_change_nothing():
+def test_padding_and_what_follows_it_change_nothing():
     tokens, targets, borders = arrays(packed_batch())
     engine = engine_of(plan_of(FP32, packing=PACKING))
     results = []
@@ -56,6 +56,6 @@ def test_recompute_flags_and_chunks_are_bit_equal(change):
     assert bits(engines[0]) == bits(engines[1])
 
 
-def test_positions_start_anew_with_each_document():
+def test_positions_start_over_with_each_document():
     borders = np.array([[0, 3, 4, 6], [0, 6, 6, 6], [0, 5, 6, 6]], np.int32)
     assert document_positions(borders, 6).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 0]]

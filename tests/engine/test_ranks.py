@@ -92,7 +92,7 @@ def test_every_level_has_the_bits_of_the_others(name, size):
 
 def test_compressed_gradients_are_off_by_what_is_logged():
     """A number of e4m3 is off by 2^-4 of itself at most, or where it is subnormal by 2^-10 of its tile's scale:
-    together less than 2^-4 of the norm. A vector is sent as it is, and what a rank has made itself is not rounded."""
+    together less than 2^-4 of the norm. A vector is sent unchanged, and what a rank has made itself is not rounded."""
 
     def work(world, how):
         plan = plan_of(FP32, None, CONFIG, sharding=Sharding(world.rank, world.size, **LEVELS[2], **how))

@@ -1,4 +1,4 @@
-"""The lock of a run: two never write to one place, and a run that is gone is in nobody's way."""
+"""The lock of a run: two never write to one place, and a run that is gone is in no one's way."""
 
 import errno
 import fcntl

@@ -39,7 +39,7 @@ def rows(config=CONFIG):
     return parameter_rows(config)
 
 
-def test_a_folder_is_read_as_it_is_stored(tmp_path):
+def test_a_folder_is_read_as_stored(tmp_path):
     values = write(tmp_path / "m")
     source = open_source(options(tmp_path / "m"))
     assert (source.config, source.folder, source.tokenizer_folder) == (CONFIG, tmp_path / "m", None)

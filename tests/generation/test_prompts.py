@@ -13,7 +13,7 @@ from llmq.generation.prompts import Answer, Draft, PromptReader, Question, quest
 
 @pytest.fixture
 def reader(tmp_path):
-    """Of a byte-level tokenizer that would put EOS behind texts."""
+    """Of a byte-level tokenizer that would put EOS after texts."""
     made = byte_level()
     made.decoder = decoders.ByteLevel()
     tokenizer = TextTokenizer.open(str(save(made, tmp_path, {"eos_token": EOS})))

@@ -185,7 +185,7 @@ def sketch(name: str, tensor: np.ndarray) -> np.ndarray:
 
 
 def fingerprint(config: dict[str, Any]) -> str:
-    """Of everything that goes into a golden file: a file made from other inputs is told from a wrong result."""
+    """Of everything that goes into a golden file: a file made from other inputs is no wrong result."""
     digest = hashlib.sha256(
         json.dumps([config, ADAMW, grad_clip(config), STEPS, BATCHES_BF16], sort_keys=True).encode()
     )

@@ -63,7 +63,7 @@ def test_a_variant_is_another_card():
         assert gpus.find(reported) is None, reported
 
 
-def test_what_somebody_types_is_understood():
+def test_what_users_type_is_understood():
     assert gpus.named("h200") is gpus.named("NVIDIA H200") is gpus.find("NVIDIA H200")
     assert gpus.named("rtx  4090").name == "RTX 4090"
     assert gpus.named("H100").name == "H100 SXM"

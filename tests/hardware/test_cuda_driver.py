@@ -28,7 +28,7 @@ def test_a_part_of_a_gpu_has_its_own_kind_of_name(monkeypatch):
     assert cuda_driver.read().gpus[0].uuid.startswith("MIG-0001")
 
 
-def test_a_version_that_nobody_says_is_left_out(monkeypatch, tmp_path):
+def test_a_version_that_is_unknown_is_left_out(monkeypatch, tmp_path):
     """WSL2 has no /sys/module/nvidia."""
     install(monkeypatch, FakeDriver(cuda=12040))
     driver = cuda_driver.read(tmp_path)
@@ -60,7 +60,7 @@ def test_each_problem_has_its_message_and_its_fix(driver, said, fix, has_gpu, mo
     assert str(problem) == f"{problem.what}: {problem.fix}"
 
 
-def test_a_driver_without_the_functions_of_later_ones_is_told_to_be_too_old(monkeypatch):
+def test_a_driver_without_the_functions_of_later_ones_is_said_to_be_too_old(monkeypatch):
     """cuDeviceGetUuid_v2 came with CUDA 11.4."""
     monkeypatch.delattr(FakeDriver, "cuDeviceGetUuid_v2")
     install(monkeypatch, FakeDriver(cuda=11020))
@@ -69,7 +69,7 @@ def test_a_driver_without_the_functions_of_later_ones_is_told_to_be_too_old(monk
     assert "too old for CUDA 12" in cuda_driver.problem(driver).what and cuda_driver.problem(driver).has_gpu
 
 
-def test_hidden_gpus_are_told_from_absent_ones(monkeypatch):
+def test_hidden_gpus_differ_from_absent_ones(monkeypatch):
     install(monkeypatch, FakeDriver(failure=100))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     problem = cuda_driver.problem(cuda_driver.read())

@@ -93,7 +93,7 @@ def test_auto_says_why_a_gpu_is_left_alone_and_cuda_is_never_the_cpu(state, note
     assert device.pick_device(SystemOptions(device="cpu")) == CPU
 
 
-def test_a_problem_of_the_machine_is_told_whatever_is_installed(machine):
+def test_a_problem_of_the_machine_is_reported_whatever_is_installed(machine):
     machine(FakeDriver(cuda=11080), libraries=NO_CUPY)
     assert "too old" in device.cuda_backend_problem().what
     machine(FakeDriver(), libraries=NO_CUPY)
@@ -128,7 +128,7 @@ def test_a_named_gpu_is_for_dry_runs_only():
 
 
 def test_the_device_is_refused_before_the_model_is_opened(machine, monkeypatch):
-    """A card that is too old is told before any download."""
+    """A card that is too old is refused before any download."""
     machine(FakeDriver(gpus=(RTX_2080,)))
     monkeypatch.setattr("llmq.training.prepare.open_source", lambda *given: pytest.fail("opened"))
     with pytest.raises(UsageError, match=r"compute capability 7\.5, below 8\.0"):
@@ -186,7 +186,7 @@ def test_facts_of_a_gpu(machine, monkeypatch):
     assert facts["compute capability"] == "9.0" and facts["SMs"] == 132
     assert facts["memory"] == f"10.0 GiB / {shown(H200[3])}"
     assert facts["driver"].endswith("(CUDA 13.0)") and facts["cuDNN"] == "9.28.0"
-    assert not {"power limit", "pcie", "largest clock"} & facts.keys()  # nobody says
+    assert not {"power limit", "pcie", "largest clock"} & facts.keys()  # unknown
     monkeypatch.setattr(
         nvml, "read", lambda uuid: nvml.Reading(driver="580.1", max_watts=700, pcie_generation=5, pcie_lanes=16)
     )
@@ -195,7 +195,7 @@ def test_facts_of_a_gpu(machine, monkeypatch):
     assert facts["pcie"] == "generation 5, 16 lanes"
 
 
-def test_a_gpu_that_is_full_is_told(machine):
+def test_a_gpu_that_is_full_is_reported(machine):
     machine(FakeDriver(context_failure=2))
     with pytest.raises(MemoryLimitError, match=r"NVIDIA H200 cannot be used now: .*OUT_OF_MEMORY.*nvidia-smi"):
         device.memory_bytes(device.pick_device(AUTO))

@@ -124,7 +124,7 @@ def test_a_gpu_is_read_in_the_background_until_it_is_stopped(monkeypatch):
     found = watch.stop()
     assert [r.sm_mhz for r in found] == list(range(1000, 1000 + len(found))) and len(found) >= 5
     assert threads and threading.get_ident() not in threads
-    assert next(clocks) == 1000 + len(found), "nobody reads on"
+    assert next(clocks) == 1000 + len(found), "not read on"
     once = nvml.Background(UUID, traffic=True)
     assert len(once.stop()) == 1
 

@@ -1,4 +1,4 @@
-"""Rows held in a form: the copy that a whole quantization would make, by slices, and what it stands for."""
+"""Rows held in a form: the copy that a whole quantization would make, by slices, and what it means."""
 
 import tracemalloc
 from dataclasses import replace

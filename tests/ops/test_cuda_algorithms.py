@@ -59,7 +59,7 @@ def test_algorithms_belong_to_one_device_and_library(tmp_path):
     ],
     ids=["empty", "cut", "one digit", "a list", "no choices", "no text"],
 )
-def test_a_damaged_file_is_made_anew(tmp_path, damage):
+def test_a_damaged_file_is_made_again(tmp_path, damage):
     path = stored(tmp_path, "a", "b").path
     path.write_text(damage(path.read_text()), "latin-1")
     assert Algorithms(DEVICE, folder=tmp_path).find("a") is None
@@ -84,7 +84,7 @@ def test_a_run_carries_its_algorithms_and_they_come_first(tmp_path):
     assert resumed.facts()["algorithms"]["a"] == facts["algorithms"]["a"]
 
 
-def test_what_was_given_and_had_to_be_chosen_anew_does_not_fit(tmp_path):
+def test_what_was_given_and_had_to_be_chosen_again_does_not_fit(tmp_path):
     """The library refuses an algorithm of the earlier run; another problem is nothing to speak of."""
     run = Algorithms(DEVICE, folder=tmp_path / "first")
     run.add("a", choice(7))

@@ -100,7 +100,7 @@ def test_the_documents_of_all_rows_are_one_batch():
     assert (dense.packed, dense.offsets()) == (160, (0, 96, 128))
     shape = attention._shape((2, 64, 10 * 16), (2, 9), 6, 2, 50, 50, 0.25)
     assert shape == AttentionShape(2, 64, 6, 2, 16, None, 0.25, 8, 50)
-    assert (shape.places, shape.num_documents) == (9, 18)  # the padding behind a document of 50 may be another
+    assert (shape.places, shape.num_documents) == (9, 18)  # the padding after a document of 50 may be another
     # 19 numbers of 4 and 3 x 8 bytes, each array at a multiple of 256
     assert attention._places_bytes(shape) == 4 * 256 and not attention._places_bytes(replace(shape, max_docs=None))
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: made once, made anew if damaged, and no reason to end a run."""
+"""Compiled kernels on disk: made once, made again if damaged, and no reason to end a run."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def test_headers_are_part_of_the_source():
 
 
 def test_an_empty_log_is_not_written_into_what_python_shares(monkeypatch):
-    """It is one NUL, which NVRTC writes where it is told to; `b" " * 1` is the same object everywhere."""
+    """It is one NUL, which NVRTC writes where asked; `b" " * 1` is the same object everywhere."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
     monkeypatch.setattr(cuda_compile, "OPTIONS", ("--std=c++17",))
     one = 1

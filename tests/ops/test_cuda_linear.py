@@ -608,7 +608,7 @@ def test_two_runs_a_graph_and_a_stored_table_give_the_same_bits(gemms, device, o
 
 
 @pytest.mark.gpu
-def test_a_stored_algorithm_that_the_library_refuses_is_chosen_anew(gemms, device, tmp_path):
+def test_a_stored_algorithm_that_the_library_refuses_is_chosen_again(gemms, device, tmp_path):
     case, inputs = arguments("linear_dgrad", EVEN, "bf16")
     good = on_gpu(gemms, device, "linear_dgrad", written(case, "bf16"), inputs)
     facts = gemms.algorithms.facts()

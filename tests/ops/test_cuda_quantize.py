@@ -71,7 +71,7 @@ def check(x, forms, source="bf16", dtype="bf16", *, scale=True):
 
 
 def check_cast(x, forms, dtype, scale=0.01):
-    """Asserts that all forms of what x stands for are equal."""
+    """Asserts that all forms of what x means are equal."""
     for right, found in on_both("cast", {"out": output(x.shape, dtype, forms, scale=scale)}, {"x": x}):
         assert found.array.tobytes() == right.array.tobytes(), found.form
         if right.form is not None and right.form.owns_scales:

@@ -32,7 +32,7 @@ def mean(put, dtype, value, read):
 
 
 def magnitudes(lowest):
-    """Over so many orders of magnitude, with zeros."""
+    """Over many orders of magnitude, with zeros."""
     rng = np.random.default_rng(0)
     value = 10.0 ** rng.uniform(lowest, 1, SHAPE)
     value[0, ::7] = 0

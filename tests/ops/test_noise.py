@@ -102,7 +102,7 @@ def test_it_is_uniform_and_as_large_as_asked():
         assert abs(product.mean()) < 5 / 3 / np.sqrt(product.size)
 
 
-def test_a_sample_has_its_noise_wherever_it_stands():
+def test_a_sample_has_its_noise_wherever_it_is():
     whole = noise_of([3, 900, 4], (3, 5, 8))
     for row, place in enumerate([3, 900, 4]):
         np.testing.assert_array_equal(noise_of([place], (1, 5, 8))[0], whole[row])

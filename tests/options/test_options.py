@@ -80,7 +80,7 @@ def test_options_of_adapters_go_together(given, says):
     assert problem.startswith(says)
 
 
-def test_an_option_is_quoted_as_it_is_typed():
+def test_an_option_is_quoted_as_typed():
     said = [written(name, value) for name, value in {"dora": True, "packing": False, "lora_alpha": 8.0}.items()]
     assert said == ["--dora", "--no-packing", "--lora-alpha 8"]
     assert [written("lr", value) for value in (2e-4, 1 / 3)] == ["--lr 0.0002", "--lr 0.3333333333333333"]
@@ -242,7 +242,7 @@ def test_defaults_follow_other_options():
 
 
 def test_a_search_is_free_to_choose_the_micro_batch_that_is_not_given():
-    """Any global batch is a multiple of what stands in for it."""
+    """Any global batch is a multiple of what replaces it."""
     open_ended = parse(global_batch_size=30, fit=True)
     assert open_ended.data.batch_size == 1 and "batch_size" not in open_ended.given
     with pytest.raises(UsageError, match="not a multiple of --batch-size 4"):
@@ -326,7 +326,7 @@ def test_bad_files_are_usage_errors(text, words, tmp_path):
         ({"lr_scheduler_type": "warmup_stable_decay", "cooldown": 5}, 0.0),
     ],
 )
-def test_a_rate_that_falls_ends_at_zero_unless_told_otherwise(given, final):
+def test_a_rate_that_falls_ends_at_zero_unless_given(given, final):
     assert parse(**given).schedule.final_lr_fraction == pytest.approx(final)
 
 
@@ -380,7 +380,7 @@ def test_a_value_that_overrides_the_file_is_not_blamed_on_it(tmp_path):
         ("lr_sched", "did you mean --lr-schedule?"),
     ],
 )
-def test_unknown_options_are_told_what_begins_like_them_or_looks_like_them(name, advice):
+def test_an_error_names_begins_like_an_unknown_option_or_looks_like_it(name, advice):
     (problem,) = problems(**{name: 1})
     assert problem == f"unknown option {flag(name)}: {advice}"
 
@@ -422,7 +422,7 @@ def test_two_outputs_at_one_place_are_refused():
         *((key, 1, "is too large: use less than 1") for key in ("lora_dropout", "adalora_beta2")),
     ],
 )
-def test_limits_are_told_in_full(key, value, says):
+def test_limits_are_said_in_full(key, value, says):
     adapters = {"lora_rank": 4, "adalora": True} if key.startswith(("lora", "adalora")) else {}
     assert problems(**{**adapters, key: value}) == [f"{flag(key)} {value or repr(value)} {says}"]
 

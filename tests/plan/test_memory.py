@@ -1,4 +1,4 @@
-"""What memory options become, in how many chunks the logits come when nobody says, and what no plan can do."""
+"""What memory options become, in how many chunks the logits come by default, and what no plan can do."""
 
 from dataclasses import replace
 
@@ -89,9 +89,15 @@ def test_options_that_do_nothing_or_do_not_fit_are_refused(flags, more, says):
 
 
 def test_copies_that_are_not_kept_are_not_offloaded():
-    told = {"train_file": "a", "model": "m", "matmul_dtype": "e4m3", "offload_quants": True, "persistent_quants": False}
+    given = {
+        "train_file": "a",
+        "model": "m",
+        "matmul_dtype": "e4m3",
+        "offload_quants": True,
+        "persistent_quants": False,
+    }
     with pytest.raises(UsageError, match="--no-persistent-quants leaves no copies for --offload-quants to keep"):
-        Options.parse(told)
+        Options.parse(given)
 
 
 @pytest.mark.parametrize(

@@ -159,8 +159,8 @@ OFTEN_BASES += (("prefix", "fp32", "int8"), ("adalora", "rowwise", "nf4"))
         for one in product(METHODS, OF_BASES, FEW_BITS)
     ],
 )
-def test_a_base_in_few_bits_is_held_once_and_is_what_it_stands_for(name, kind, base):
-    """A run on the values that it stands for has the same bits: fp8 copies are made of them, with the same scales."""
+def test_a_base_in_few_bits_is_held_once_and_is_what_it_means(name, kind, base):
+    """A run on the values that it means has the same bits: fp8 copies are made of them, with the same scales."""
     precision = OF_BASES[kind]
     plan, plain = (plan_of(precision, adapters=METHODS[name](tiny(), one)) for one in (base, None))
     held = {row.name: row.stored for row in plan.rows if row.stored}

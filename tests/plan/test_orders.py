@@ -14,7 +14,7 @@ LANES = planning.lanes
 
 
 def on_random_lanes(seed, share=0.3):
-    """The pass `lanes` behind one that puts calls on lanes at random."""
+    """The pass `lanes` after one that puts calls on lanes at random."""
     draw, real = random.Random(seed), LANES
 
     def lanes(calls):

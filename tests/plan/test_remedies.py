@@ -138,9 +138,9 @@ def resolved(options, size):
 def test_a_changed_spec_is_what_its_options_give(name, undo):
     """Each remedy of each alternative, and all that need least."""
     size = 2 if name == "ranks" else 1
-    told = {"model": "Qwen2.5-0.5B", "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "H200"}
-    told |= {"clip_by": "last", "grad_accumulation": 4, **GIVEN[name]}
-    options = Options.parse(told)
+    given = {"model": "Qwen2.5-0.5B", "from_scratch": True, "dry_run": True, "train_file": "none", "gpu": "H200"}
+    given |= {"clip_by": "last", "grad_accumulation": 4, **GIVEN[name]}
+    options = Options.parse(given)
     spec = resolved(options, size)
     sizes = tuple(n for n in (16, 4, 1) if 4 * spec.batch_size % n == 0)
     gpu_bytes = memory_bytes(pick_device(options.system))[0]
@@ -162,7 +162,7 @@ def test_a_changed_spec_is_what_its_options_give(name, undo):
         for after in [*tried, base] if alternative in (NOTHING, every[-1]) else [base]:
             options = changes(spec, after, terms)
             found.add(typed(options))
-            again = resolved(Options.parse({**told, **options}), size)
+            again = resolved(Options.parse({**given, **options}), size)
             assert ordered(again) == ordered(after), typed(options)
     assert len(found) > 8
 

@@ -178,7 +178,7 @@ def test_evaluations_on_other_tokens_are_not_joined(tmp_path: Path, figures: lis
     assert read_log(tmp_path / "a").eval_set.tolist() == [0, 0, 1, 1]
 
 
-def test_a_folder_stands_for_the_runs_in_it(tmp_path: Path) -> None:
+def test_a_folder_means_the_runs_in_it(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write_run(tmp_path / "runs" / name)
     write_run(tmp_path / "runs" / "just begun", steps=0)

@@ -56,7 +56,7 @@ def environ():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A finished quickstart (tests leave it as it is)."""
+    """A finished quickstart (tests leave it unchanged)."""
     setup = tiny(tmp_path_factory.mktemp("made"))
     assert quickstart.quickstart(setup) == 0
     return setup
@@ -266,7 +266,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--show-resume",), ("--cpu",), ("--show-resume", "--cpu")])
-def test_the_script_asks_for_the_libraries_of_the_gpu_unless_told(checkout, arguments):
+def test_the_script_asks_for_the_libraries_of_the_gpu_by_default(checkout, arguments):
     assert subprocess.run(["bash", str(checkout / "tools" / "quickstart.sh"), *arguments], check=False).returncode == 0
     made, started = [line.split() for line in (checkout.parent / "called").read_text().splitlines()]
     gpu = [] if "--cpu" in arguments else ["--cuda"]

@@ -41,8 +41,8 @@ def test_it_prints_the_plan_that_training_runs(estimated, model):
 def test_a_card_without_a_known_rate_has_that_of_one_like_it(estimated, model):
     code, said = estimated(model, *SIZES, "--gpu=24GiB")
     named = estimated(model, *SIZES, "--gpu=RTX 4090")[1].out.splitlines()[-1]
-    told = ", with the rates of the RTX 4090, as those of 24 GiB are not known"
-    assert code == 0 and said.out.splitlines()[-1] == named + told
+    rates = ", with the rates of the RTX 4090, as those of 24 GiB are not known"
+    assert code == 0 and said.out.splitlines()[-1] == named + rates
 
 
 def test_a_card_has_to_be_named(estimated):

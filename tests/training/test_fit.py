@@ -65,7 +65,7 @@ def about(options):
 
 
 def within(mib, **more):
-    """An option for a card that has so many MiB beside CUDA's context, and others."""
+    """An option for a card that has this many MiB beside CUDA's context, and others."""
     return {"memory_limit": f"{CONTEXT / MIB + mib}MiB", **more}
 
 

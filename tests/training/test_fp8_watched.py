@@ -157,6 +157,6 @@ def test_the_lines_say_why(alone, together, chosen, says, monkeypatch):
 def test_every_run_is_reported(monkeypatch):
     """That in the model's dtype, one for each site, and the one with all that were faster."""
     monkeypatch.setattr(fp8, "measure", lambda *_, **__: SimpleNamespace(micro_batch_ms=1.0))
-    told = []
-    timed_sites(SPEC, 1, None, lambda *about: told.append(about))
-    assert told == [(n, len(SITES) + 2) for n in range(1, len(SITES) + 2)]
+    calls = []
+    timed_sites(SPEC, 1, None, lambda *about: calls.append(about))
+    assert calls == [(n, len(SITES) + 2) for n in range(1, len(SITES) + 2)]

@@ -86,9 +86,9 @@ def given(given, monkeypatch):
 
 def test_every_n_steps_of_a_run_are_in_its_log(given):
     result = llmq.train(**given, log_gpu_util=3)
-    log, told = read_log(result.log_path), given["console"].getvalue()
+    log, printed = read_log(result.log_path), given["console"].getvalue()
     assert list(log.gpu["step"]) == [3, 6] and list(log.gpu["watts"]) == [654.6] * 2
-    assert told.count("[G] step") == 2 and told.index("[T] step     3") < told.index("[G] step     3")
+    assert printed.count("[G] step") == 2 and printed.index("[T] step     3") < printed.index("[G] step     3")
     records = [json.loads(line) for line in result.log_path.read_text().splitlines()]
     (first, _) = [record for record in records if record["type"] == "gpu"]
     assert first["throttled"] == ["power cap"] and first["pcie_rx_kb_s"] == 12_400

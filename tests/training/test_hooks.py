@@ -88,7 +88,7 @@ class Asks(Hook):
         return self.what if record.step == self.step else Ask.NOTHING
 
 
-def test_it_may_stop_the_run_which_ends_as_one_of_so_many_steps(trained, given):
+def test_it_may_stop_the_run_which_ends_as_one_of_that_many_steps(trained, given):
     """With an evaluation of all held-out data, a checkpoint and a model: those of a run without a schedule's end."""
     more = {"lr_schedule": "constant", "warmup": 0, "cooldown": 0}
     early = trained(Asks(3, Ask.STOP), name="early", steps=9, **more)

@@ -1,4 +1,4 @@
-"""Training by each launcher's variables: the same losses whoever started the ranks, and near those of one process."""
+"""Training by each launcher's variables: the same losses whatever started the ranks, and near those of one process."""
 
 import os
 import shutil

@@ -49,7 +49,7 @@ def write(path: Path, steps: range, *, resume: int | None = None, loss: float = 
 
 
 class Terminal(io.StringIO):
-    """A console that someone watches."""
+    """A console that a user watches."""
 
     def isatty(self) -> bool:
         return True
@@ -71,7 +71,7 @@ def test_lines_have_the_documented_form() -> None:
     assert "| tps 20000 | sol" in replace(PADDED, real_tokens=8000).line(7)
 
 
-def test_an_epoch_is_told_when_it_begins(tmp_path: Path) -> None:
+def test_a_line_says_when_an_epoch_begins(tmp_path: Path) -> None:
     console = io.StringIO()
     with RunLog(options(tmp_path / "log.jsonl"), console) as log:
         log.begin(num_steps=8)

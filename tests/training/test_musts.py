@@ -72,10 +72,10 @@ def planned(model, flags, seq_len, tokens, limit=None):
     limits = [] if limit is None else ["--memory-limit", f"{limit}GiB"]
     context = Context(command)
     command.parse_args(context, [*sizes, *limits, *flags.split()])
-    told = {key: value for key, value in context.params.items() if value is not None and key != "longest"}
-    accumulation = tokens // (seq_len * int(told["batch_size"]))
+    given = {key: value for key, value in context.params.items() if value is not None and key != "longest"}
+    accumulation = tokens // (seq_len * int(given["batch_size"]))
     about = {"train_file": "none", "from_scratch": True, "dry_run": True, "grad_accumulation": accumulation}
-    options = Options.parse({**told, **about})
+    options = Options.parse({**given, **about})
     where = device.pick_device(options.system)
     facts = Facts(find_source(model, from_scratch=True).config, where)
     spec = facts.spec(options, precision.resolve(options.precision, facts.config))

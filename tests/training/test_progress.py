@@ -82,7 +82,7 @@ def test_a_last_update_that_makes_it_worse_than_a_guess(count):
 
 def test_a_rate_that_trains_nothing_or_ruins_anything():
     assert not any(list(Schedule(9, rate).warnings()) for rate in (1e-6, 0.3, 1.0))
-    assert list(Schedule(9, 0.0).warnings()) == ["--learning-rate 0 trains nothing: the weights stay as they are"]
+    assert list(Schedule(9, 0.0).warnings()) == ["--learning-rate 0 trains nothing: the weights do not change"]
     (warning,) = Schedule(9, 1e30).warnings()
     assert warning.startswith("--learning-rate 1e+30 moves weights by up to that much in every step")
 

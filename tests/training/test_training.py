@@ -1,4 +1,4 @@
-"""Training end to end: a run, its files, resuming with the same bits, interrupts, refusals, and what is left behind."""
+"""Training end to end: a run, its files, resuming with the same bits, interrupts, refusals, and what is left."""
 
 import io
 import json
@@ -320,7 +320,7 @@ def test_continue_without_a_checkpoint_is_an_error_that_names_the_nearest_run(gi
     assert sorted(Path("runs").rglob("*")) == before
 
 
-def test_continue_auto_without_a_checkpoint_starts_anew_and_says_so_more_than_once(given):
+def test_continue_auto_without_a_checkpoint_starts_over_and_warns_each_time(given):
     result = llmq.train(**{**given, "continue": "auto"})
     assert result.steps == 12
     (warning,) = result.warnings
@@ -379,7 +379,7 @@ def test_a_dry_run_writes_nothing_and_does_not_mind_what_is_there(given, tmp_pat
     assert there() == before
 
 
-def test_nothing_is_left_behind_also_by_a_run_in_another_thread(given):
+def test_nothing_is_left_also_by_a_run_in_another_thread(given):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     threads, results = set(threading.enumerate()), []
     thread = threading.Thread(target=lambda: results.append(llmq.train(**given)))

@@ -100,7 +100,7 @@ def spoil(monkeypatch, steps):
 
 
 def ruined(given, why):
-    """The result of a run that exports nothing for this reason, and that of one that is told to all the same."""
+    """The result of a run that exports nothing for this reason, and that of one that should nonetheless."""
     result = llmq.train(**given)
     assert (result.exit_code, result.model_path) == (5, None) and why in result.warnings[-1]
     assert not Path("runs/run/model").exists() and not list(Path("runs/run").glob(".*"))
@@ -113,7 +113,7 @@ def ruined(given, why):
     return result
 
 
-def test_a_refused_last_step_exports_nothing_unless_told_to(given, monkeypatch):
+def test_a_refused_last_step_exports_nothing_by_default(given, monkeypatch):
     spoil(monkeypatch, [12])
     given |= {"ckpt_interval": 4, "ckpt_keep_n": 1}
     result = ruined(given, "the last step, 12, changed nothing: it was not finite")
@@ -156,13 +156,13 @@ def test_a_last_update_that_makes_the_model_worse_than_a_guess_is_a_warning(blin
 def test_a_rate_of_zero_is_a_warning(blind):
     result = llmq.train(**{**blind, "learning_rate": 0})
     assert result.exit_code == 0
-    assert result.warnings == ("--learning-rate 0 trains nothing: the weights stay as they are",)
+    assert result.warnings == ("--learning-rate 0 trains nothing: the weights do not change",)
     assert said(blind).count("--learning-rate 0 trains nothing") == 2  # before the run, and at its end
 
 
 @pytest.mark.quick("bf16")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkeypatch, dtype):
+def test_weights_that_are_not_finite_export_nothing_by_default(given, monkeypatch, dtype):
     """The step was applied: only the weights themselves tell."""
     real = Engine.parameter
 
@@ -176,7 +176,7 @@ def test_weights_that_are_not_finite_export_nothing_unless_told_to(given, monkey
     ruined({**given, "model_dtype": dtype}, "the weights of layers.0.mlp.down.weight are not all finite")
 
 
-def test_a_last_evaluation_that_is_not_finite_exports_nothing_unless_told_to(given, monkeypatch):
+def test_a_last_evaluation_that_is_not_finite_exports_nothing_by_default(given, monkeypatch):
     """Finite weights can be too large to compute with, and the step that made them was sound."""
     monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (math.nan, 1))
     ruined(given, "the loss of the last evaluation is nan")
@@ -256,7 +256,7 @@ def nth(real, other, number):
     return choose
 
 
-def test_what_changed_is_refused_or_told(given):
+def test_what_changed_is_refused_or_logged(given):
     llmq.train(**given, **KEEP)
     with TokenWriter("other.bin", vocab_size=97) as file:
         file.append((np.arange(40 * T + 1) % 97).astype(np.int32))
@@ -412,7 +412,7 @@ def test_the_held_out_loss_is_that_of_the_data(given):
     assert losses[0] == losses[1]
 
 
-def test_rows_beyond_the_model_s_positions_are_told_and_exported(given):
+def test_rows_beyond_the_model_s_positions_are_warned_of_and_exported(given):
     config = Path(given["model"], "config.json")
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 8}))
     result = llmq.train(**given)

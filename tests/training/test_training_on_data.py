@@ -359,14 +359,14 @@ def test_overlong_chats_keep_whole_turns_and_all_runs_say_so(given, tmp_path, st
     chats = [[{**turn[0], "content": "?" * 99}, turn[1]] if n % 10 == 7 else chat for n, chat in enumerate(chats)]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     options = {**given, "data": "chats.jsonl", "eval_fraction": 0, "streaming": streaming, "steps": 30}
-    told = []
+    printed = []
     for name in ("one", "two"):
         console = io.StringIO()
         llmq.train(**{**options, "name": name, "console": console})
-        told.append([line.strip() for line in console.getvalue().splitlines() if "turns that fit," in line])
-    (line, *_) = [line for line in told[0] if " rows of more than" in line and "so far" not in line]
+        printed.append([line.strip() for line in console.getvalue().splitlines() if "turns that fit," in line])
+    (line, *_) = [line for line in printed[0] if " rows of more than" in line and "so far" not in line]
     assert "16 rows of more than 32 tokens keep the whole turns that fit," in line and "(8 rows and 48 " in line
-    assert line in told[1]
+    assert line in printed[1]
 
 
 def test_text_is_tokenized_once_for_all_lengths(given, tmp_path):

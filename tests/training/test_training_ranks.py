@@ -138,7 +138,7 @@ def test_what_one_rank_is_asked_for_all_do(given, monkeypatch):
 
 
 @pytest.mark.parametrize(("options", "said"), [({"gpus": 2}, "--gpus 2"), ({"launcher": "ray"}, "--launcher ray")])
-def test_python_is_told_that_the_command_starts_processes(given, options, said):
+def test_an_error_in_python_says_that_the_command_starts_processes(given, options, said):
     with pytest.raises(UsageError, match=f"{said} needs several processes, .*: the command llmq-train starts them"):
         llmq.train(**given, **options)
 

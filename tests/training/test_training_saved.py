@@ -1,4 +1,4 @@
-"""When a run saves, which of its checkpoints stay, and what a resumed run may begin anew."""
+"""When a run saves, which of its checkpoints stay, and what a resumed run may start over."""
 
 import io
 import math
@@ -240,7 +240,7 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(given):
     assert weights_of(result.checkpoint_path) == want
 
 
-def test_the_optimizer_begins_anew(given, monkeypatch):
+def test_the_optimizer_starts_over(given, monkeypatch):
     llmq.train(**{**given, "steps": 6})
     seen, real = [], Engine.update
 
@@ -258,7 +258,7 @@ def test_the_optimizer_begins_anew(given, monkeypatch):
     assert seen[3:] == [3, 4]
 
 
-def test_the_data_begins_anew_and_may_be_other_data(given):
+def test_the_data_starts_over_and_may_be_other_data(given):
     llmq.train(**{**given, "steps": 6})
     more = {**given, "train_file": "eval.bin", "overwrite": True}
     with pytest.raises(UsageError, match="training files"):
@@ -269,7 +269,7 @@ def test_the_data_begins_anew_and_may_be_other_data(given):
     assert llmq.train(**{**more, "steps": 14}, **{"continue": "newest"}).steps == 14
 
 
-def test_the_schedule_begins_anew(given):
+def test_the_schedule_starts_over(given):
     rates = {"warmup": 2, "lr_schedule": "linear", "final_lr_fraction": 0.0, "overwrite": True, "ckpt_interval": 3}
     llmq.train(**{**given, **rates, "steps": 6})
     result = llmq.train(**{**given, **rates}, **{"continue": "newest", "reset": "lr"})

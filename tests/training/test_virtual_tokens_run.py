@@ -36,7 +36,7 @@ def test_they_are_trained_and_exported(based, method):
 
 @METHODS
 def test_the_loss_of_evaluation_falls(based, method):
-    """A prompt of one model that is told nothing else."""
+    """A prompt of one model without other options."""
     options = {**based, method: COUNT, "learning_rate": 3e-2}
     begun = llmq.train(**{**options, "steps": 1, "learning_rate": 0.0, "name": "begun"})
     assert llmq.train(**{**options, "steps": 40, "name": "done"}).eval_loss < begun.eval_loss - 0.05
@@ -75,5 +75,5 @@ def test_a_model_writes_with_them_also_while_it_is_trained(based, method):
     assert [tuple(record["new_tokens"]) for record in last["samples"]] == found
     assert found != texts() and found == texts(adapter=str(done.model_path), batch_size=1)
     penalized = texts(adapter=str(done.model_path), repetition_penalty=1e9)
-    # What a text has is not repeated, and what stands for virtual tokens is no token of it.
+    # What a text has is not repeated, and the place of virtual tokens is no token of it.
     assert all(not {5, 17, 3} & set(text) and len(set(text)) == 6 for text in penalized[:1])

@@ -1,6 +1,6 @@
 """Wrong inputs of all commands, and of `llmq.train` and `llmq.generate`: what is given, and what the error says.
 
-A line is a command line, and words of the message behind a bar. A block is of one command and one exit code, and `BASE`
+A line is a command line, and words of the message after a bar. A block is of one command and one exit code, and `BASE`
 is given before each of its lines. In Python a row has keywords.
 """
 

@@ -132,7 +132,7 @@ def pack_documents(documents: np.ndarray, form: RowForm) -> PackIndex:
 
 def lay(rows: Rows, row: int, documents: Iterable[tuple[np.ndarray, Any]], num_virtual: int = 0) -> None:
     """Writes documents into one of `rows`, one after the other, each after the positions of its virtual tokens; what is
-    left of it stays as it is.
+    left of it is unchanged.
 
     A document is its ids (n,) and which but the first of them are trained, (n - 1,) bool or True.
     """

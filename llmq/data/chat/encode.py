@@ -8,7 +8,7 @@ In all of these, text that spells a special token is ordinary text.
 
 Chats are rendered by the chat template and tokenized as a whole, as transformers' apply_chat_template does it, so that
 the ids are the same. This includes that content which spells a special token becomes this token: it cannot
-be told from the template's own. Such rows are counted (`Counts.spelled`).
+be distinguished from the template's own. Such rows are counted (`Counts.spelled`).
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def show(
 ) -> Group:
     """The first `count` documents, up to `most` tokens of each, under its place and numbers; trained text is green.
 
-    With `marks`, for where there are no colors, what is trained also stands in [[ ]].
+    With `marks`, for where there are no colors, what is trained is also put in [[ ]].
     Control characters are shown as escapes, so that no text moves the cursor; line breaks also break the line.
     """
     shown: list[Styled] = []

@@ -147,8 +147,8 @@ def find_format(first: Sequence[Record], options: EncodeOptions) -> Format:
     for record in first:
         if found := _match(record.value, names, mapping, with_prompt=template is None):
             name, columns = found
-            told = {ours for ours, its in columns.items() if ours in mapping or any(its in row.value for row in first)}
-            named = (ours if ours == its else f"{ours} = {its}" for ours, its in columns.items() if ours in told)
+            used = {ours for ours, its in columns.items() if ours in mapping or any(its in row.value for row in first)}
+            named = (ours if ours == its else f"{ours} = {its}" for ours, its in columns.items() if ours in used)
             how = f"as in {record.place}" if data_format is None else "as asked"
             by = ", the prompt written by --prompt-template" if template else ""
             words = f"{name} ({how}), columns {', '.join(named)}{by}"

@@ -210,7 +210,7 @@ def samples(template: ChatTemplate, chat: Chat, train_on: TrainOn, end_tokens: t
             made.append(Sample(own if standing is None else text, ()))
         made[-1].put_first(standing or turns.spans(turn), own)
     for sample in made:
-        # A last span that reaches the end of the text, where no end token stands, is a turn without one.
+        # A last span that reaches the end of the text, where there is no end token, is a turn without one.
         reaches = bool(sample.spans) and sample.spans[-1][1] == len(sample.text)
         sample.ends = reaches and not sample.text.rstrip().endswith(end_tokens)
     return made[::-1] or [Sample(whole, ())]

@@ -159,7 +159,7 @@ def encode_rows(encoder: Encoder, batch: Placed[Row]) -> TokenBatch:
 def _batches(
     items: Iterator[tuple[Position, T]], size: Callable[[T], int], most: int = sys.maxsize
 ) -> Iterator[tuple[Position, Placed[T]]]:
-    """Items of about BATCH_CHARACTERS in all, at most so many."""
+    """Items of about BATCH_CHARACTERS in all, at most this many."""
     batch, characters = Placed[T](), 0
     for after, item in items:
         batch.append((after, item))
@@ -242,7 +242,7 @@ def tokenized(
 ) -> Generator[tuple[Position, TokenBatch], None, None]:
     """The tokens of each batch of `work` after `position`, as a stream has them; closing it ends its threads.
 
-    More than FEW batches of rows are tokenized by so many `processes`, unless that is 1. Raises what reading or
+    More than FEW batches of rows are tokenized by this many `processes`, unless that is 1. Raises what reading or
     encoding raises, in the place of the batch where it happened.
     """
     # One batch at a time where the tokenizers library is set to use one thread.

@@ -159,7 +159,7 @@ def tokenizes_in_pieces(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def pieces(document: Document, cut: bool) -> Iterator[str]:
-    """The text of `document`, whole, or with `cut` in pieces of about BLOCK_BYTES; line ends stay as they are.
+    """The text of `document`, whole, or with `cut` in pieces of about BLOCK_BYTES; line ends do not change.
 
     Raises DataError, with the byte's place, if it is not UTF-8.
     """

@@ -167,7 +167,7 @@ def adds(output: Output) -> np.int32:
 def forms(output: Output, *, may_be_cut: bool = False) -> tuple[dict[str, int | str], tuple[int, ...]]:
     """Constants FORMS and E4M3 of an output, and the arguments of OUTPUT_PARAMETERS in forms.cuh.
 
-    `may_be_cut`: the kernel is told the `height` of a transposed copy, of which the output may be some columns.
+    `may_be_cut`: the kernel gets the `height` of a transposed copy, of which the output may be some columns.
     """
     assert not output.accumulate, f"{output.name}: forms are written, not added to"
     assert may_be_cut or height(output) in (0, rows_of(output.shape)), f"{output.name}: columns of a taller copy"

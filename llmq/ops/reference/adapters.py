@@ -171,7 +171,7 @@ def orthogonality(
     G are rows and columns [first, first + R) of gram, the products of an adapter's rows of A, or columns of B. The
     gradient of weight |G - I|, the Frobenius norm, times the number n of trained targets (those that are not -100), is
     2 weight n (G - I) / |G - I| times A, or B times that; 0 where the norm is 0. Columns beside G are 0. I has its
-    first `present` entries: what lies behind them is not there, and zero.
+    first `present` entries: what follows them is not there, and zero.
     """
     value, rank = gram.read(), coefficient.shape[0]
     mine = slice(first, first + rank)

@@ -82,7 +82,7 @@ def place(name: str, calls: Sequence[Call]) -> Program:
 
 def _lives(calls: Sequence[Call]) -> dict[str, _Slot]:
     """Every slot of a program from its first touch to its last. One that another lane reads lives until the main lane
-    has waited for that: in the order of recording, the bytes may be someone else's at once. What collectives touch that
+    has waited for that: in the order of recording, the bytes may be another's at once. What collectives touch that
     are made as one lives while they are."""
     slots: dict[str, _Slot] = {}
     ends = joined(calls) if any(call.lane != MAIN for call in calls) else {}

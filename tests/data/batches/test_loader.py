@@ -195,7 +195,7 @@ def test_a_global_batch_becomes_accumulation(tmp_path: Path, global_batch: int, 
 
 
 def options_of(folder: Path, train: int, evaluation: int, **more: Any) -> DataOptions:
-    """Options for files of so many tokens."""
+    """Options for files of this many tokens."""
     for name, count in (("train", train), ("eval", evaluation)):
         write_tokens(folder / f"{name}.bin", np.arange(count) % 9, vocab_size=9)
     return options(folder / "train.bin", folder / "eval.bin", **more)

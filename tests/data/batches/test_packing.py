@@ -23,7 +23,7 @@ EOS, VOCAB = 2, 99
 
 
 def write(path: Path, lengths: list[int], *, masked: bool = False, seed: int = 0) -> TokenFile:
-    """A file of documents of so many tokens, each with EOS at its end and nowhere else."""
+    """A file of documents of this many tokens, each with EOS at its end and nowhere else."""
     rng = np.random.default_rng(seed)
     with TokenWriter(path, vocab_size=VOCAB, has_masks=masked) as writer:
         for length in lengths:

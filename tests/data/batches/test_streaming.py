@@ -165,7 +165,7 @@ def test_a_packed_stream_fills_its_rows() -> None:
     assert np.mean(some.tokens > 0) > 0.99
 
 
-def test_the_layout_of_a_packed_stream_is_told() -> None:
+def test_the_layout_of_a_packed_stream_is_said() -> None:
     shards = drawn([[3, 7]])
     packed = Data(stream_of(shards, max_docs=3), None, 2, T, 1, 0, 1)
     assert packed.facts()["rows"] == "at most 3 documents in each" and packed.identity()["documents of a row"] == 3

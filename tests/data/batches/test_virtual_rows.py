@@ -1,4 +1,4 @@
-"""Rows with virtual tokens: the same text in so much less room, each document after positions of its own."""
+"""Rows with virtual tokens: the same text in less room, each document after positions of its own."""
 
 import numpy as np
 import pytest

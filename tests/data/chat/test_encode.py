@@ -301,7 +301,7 @@ def test_a_chat_keeps_the_whole_turns_that_fit(small, train_on, behind):
 @pytest.mark.parametrize("train_on", [None, pytest.param("user,tool", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "chat"), PAIRS)
 def test_no_part_of_a_turn_is_kept_in_any_template(tmp_path, name, chat, train_on):
-    """Trained runs of what is kept are whole runs of the documents without a limit; and the length told keeps all."""
+    """Trained runs of what is kept are whole runs of the documents without a limit; and the length said keeps all."""
     messages, tools = CHATS[chat]
     tokenizer, rows = tokenizer_with(tmp_path, source(name)), records([{"messages": messages, "tools": tools}])
     encoder = opened(rows, tokenizer, train_on=train_on)
@@ -352,7 +352,7 @@ def test_no_half_answer_is_kept_of_other_rows_and_text_stays_whole(small, row, l
     assert encoder.counts.too_long == (kept is None)
 
 
-def test_what_is_too_long_is_told_with_the_length_that_keeps_all(small):
+def test_what_is_too_long_is_reported_with_the_length_that_keeps_all(small):
     rows = [{"messages": SAYS}, {"messages": SAYS[:2]}, {"messages": [{**SAYS[0], "content": "a" * 50}, SAYS[1]]}]
     size = max(len(document.ids) for document in made(small, *rows, chat_template=CHATML)[1])
     encoder, _ = made(small, *rows, chat_template=CHATML, seq_len=40)
@@ -540,7 +540,7 @@ def as_document(text: str, trained: list[int] | None = None) -> Encoded:
     return Encoded("rows.jsonl:7", ids, None if trained is None else np.isin(np.arange(len(ids)), trained))
 
 
-def test_trained_text_is_coloured_and_stands_in_marks_without_colors(small):
+def test_trained_text_is_coloured_and_put_in_marks_without_colors(small):
     shown = [as_document("the ok</s>", trained) for trained in ([3, 4], [0, 5], [], None)]
     title, body = show(shown, small, 1).renderables
     assert title.plain == "rows.jsonl:7: 6 tokens, 2 trained"

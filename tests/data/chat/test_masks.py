@@ -97,7 +97,7 @@ def test_what_is_trained(name):
     assert masked(used, chat, train_on) == expected
 
 
-def test_every_trained_turn_is_in_one_sample_as_it_is_at_inference():
+def test_every_trained_turn_is_in_one_sample_as_at_inference():
     """For each template and chat: the span follows the generation prompt, in the rendering that ends with the turn."""
     seen = 0
     for name, chat in PAIRS:
@@ -163,7 +163,7 @@ def test_what_others_say_begins_in_their_message_where_another_content_changes_e
     assert "Two and two" in text and text.split("4.<|im_end|>\n")[1].startswith("«<|im_start|>user\n<tool_resp")
 
 
-# What stands in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
+# What is in the generation block of a turn and after it, by convention; then how the last turn is trained, and how
 # one before, where that differs.
 EOS_OF_LAST = "{%- if loop.last %}{{ eos_token }}{%- endif %}"
 CONVENTIONS = {
@@ -269,7 +269,7 @@ def test_tools_and_calls_that_a_template_does_not_write_are_named(name, lost):
     assert unwritten(used, Chat([{"role": "assistant", "content": "Nothing.", "tool_calls": []}])) == ""
 
 
-def test_a_turn_that_is_left_out_of_all_and_stands_there_otherwise_is_refused():
+def test_a_turn_that_is_left_out_of_all_and_differs_there_is_refused():
     chat = Chat(REASONED, None, frozenset({1}))
     with pytest.raises(RenderError, match="message 2, which is not to be trained, differently once others follow"):
         samples(template("qwen3"), chat, TrainOn.parse("all"), SPECIAL)

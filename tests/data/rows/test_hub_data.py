@@ -123,7 +123,7 @@ AGAIN = PLAIN._replace(offline=True)
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict[Case, dict[str, Any]]]]:
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict[Case, dict[str, Any]]]]:
     """A stand-in, and what a process answered that asked there."""
     home, cases = tmp_path_factory.mktemp("hub"), [*GOOD, *(case for case, _, _ in BAD), AGAIN]
     with serve(SETS) as hub:
@@ -132,8 +132,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict[C
     assert list((home / "llmq/streaming").iterdir()) == [] and not list((home / "hf").rglob("*streamed*/**/*.parquet"))
 
 
-def test_configs_splits_and_slices(told) -> None:
-    card, large, sliced, fraction, plain, script = (told[1][name] for name in GOOD[:6])
+def test_configs_splits_and_slices(answered) -> None:
+    card, large, sliced, fraction, plain, script = (answered[1][name] for name in GOOD[:6])
     assert (card["train"], card["eval"], card["title"]) == (list(range(10)), [100, 101], "card-small")
     assert card["place"] == "org/card/small/train-0.parquet:1" and "those of the validation split" in card["rule"]
     assert COMMIT[:12] in card["rule"] and f"'{COMMIT}'" in card["key"]
@@ -144,8 +144,8 @@ def test_configs_splits_and_slices(told) -> None:
     assert (script["train"], script["eval"]) == ([0, 1, 2, 3], [9]) and CONVERTED[:12] in script["rule"]
 
 
-def test_files_are_fetched_once_and_nothing_that_could_run_and_streams_are_read_whole(told) -> None:
-    hub, answers = told
+def test_files_are_fetched_once_and_nothing_that_could_run_and_streams_are_read_whole(answered) -> None:
+    hub, answers = answered
     assert answers[AGAIN] == answers[PLAIN] and sum("api/datasets/org/plain" in path for _, path in hub.requests) == 1
     assert (answers[STREAMED]["train"], answers[STREAMED]["eval"]) == (list(range(10)), None)
     fetched = [path for path in hub.fetched() if "streamed" not in path]
@@ -153,8 +153,8 @@ def test_files_are_fetched_once_and_nothing_that_could_run_and_streams_are_read_
     assert not any(path.endswith((".py", ".tar", ".md", "other.parquet")) for path in fetched)
 
 
-def test_the_sets_of_llmq_have_its_rules(told) -> None:
-    stories, gsm8k, limo, web, billion, climb, refused = (told[1][name] for name in GOOD[6:13])
+def test_the_sets_of_llmq_have_its_rules(answered) -> None:
+    stories, gsm8k, limo, web, billion, climb, refused = (answered[1][name] for name in GOOD[6:13])
     assert (stories["train"], stories["eval"]) == ([1, 2], [3])
     assert (gsm8k["train"], gsm8k["eval"]) == ([1, 2], [3])
     assert len(limo["train"]) == 20 and sorted(limo["train"] + limo["eval"]) == list(range(60))
@@ -167,8 +167,8 @@ def test_the_sets_of_llmq_have_its_rules(told) -> None:
 
 
 @pytest.mark.parametrize(("case", "kind", "says"), BAD)
-def test_what_is_not_there_is_said(told, case: Case, kind: str, says: str) -> None:
-    answer = told[1][case]
+def test_what_is_not_there_is_said(answered, case: Case, kind: str, says: str) -> None:
+    answer = answered[1][case]
     assert answer["error"] == kind and re.search(says, answer["text"]) and "\n" not in answer["text"], answer
 
 

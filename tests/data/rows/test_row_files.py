@@ -179,7 +179,7 @@ def test_rows_of_any_length_are_refused_before_they_fill_the_memory(tmp_path: Pa
     for name, text, says in (
         ("a.jsonl", '{"a": 1}\n{"text": "' + "x" * 5000, ":2: the row is longer than 1000"),
         ("a.csv", f"a\n1\n{'x' * 5000}\n", ":2: the row is longer than 1000"),
-        ("a.tsv", 'a\tb\n1\t2\n"x\n' + "x\n" * 900, r":2: not CSV \(field larger than"),  # a quote that nobody closes
+        ("a.tsv", 'a\tb\n1\t2\n"x\n' + "x\n" * 900, r":2: not CSV \(field larger than"),  # a quote that is not closed
         ("a.csv", f"{'x' * 5_000_000}\n", ":1: the row is longer than 1000: split it, or check its quotes"),
         ("a.json", json.dumps(ROWS), r": an array of more than 1000 bytes, .* a \.jsonl file of it"),
     ):
@@ -278,13 +278,13 @@ TRAIN, TEST = ((10, 9, 7, 3, 0, 15, 5, 2, 4, 14, 1, 13, 8), (12, 16, 11, 6))
 
 
 def set_of(folder: Path, number: int, count: int) -> FileRows:
-    """So many rows {set, row} of a set."""
+    """This many rows {set, row} of a set."""
     (folder / f"set-{number}.jsonl").write_bytes(jsonl([{"set": number, "row": row} for row in range(count)]))
     return FileRows((opened(folder / f"set-{number}.jsonl"),))
 
 
 def files_of(folder: Path, counts: list[int]) -> tuple[RowFile, ...]:
-    """Files of so many rows, which are numbered through."""
+    """Files of this many rows, which are numbered through."""
     folder.mkdir(exist_ok=True)
     for index, count in enumerate(counts):
         rows = [{"n": sum(counts[:index]) + row} for row in range(count)]

@@ -46,13 +46,13 @@ def test_a_disk_without_locks_is_refused_with_the_way_out(tmp_path: Path, monkey
 
 
 def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
-    path, inside, most, told = tmp_path / "a/x.lock", [], [], []
+    path, inside, most, printed = tmp_path / "a/x.lock", [], [], []
     together = threading.Barrier(4)
 
     def work(number: int) -> None:
         together.wait()
         for _ in range(5):
-            with locked(path, told.append):
+            with locked(path, printed.append):
                 inside.append(number)
                 most.append(len(inside))
                 time.sleep(0.002)
@@ -64,7 +64,7 @@ def test_a_lock_is_for_one_at_a_time_and_leaves_no_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(most) == 20 and set(most) == {1} and not path.exists()
-    assert set(told) == {f"another process is working in {tmp_path / 'a'}: waiting for it to finish"}
+    assert set(printed) == {f"another process is working in {tmp_path / 'a'}: waiting for it to finish"}
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-        told: list[str] = []
-        with locked(path, lambda text: (told.append(text), holder.send_signal(signal.SIGKILL))):
-            assert len(told) == 1
+        printed: list[str] = []
+        with locked(path, lambda text: (printed.append(text), holder.send_signal(signal.SIGKILL))):
+            assert len(printed) == 1
     assert not path.exists()
 
 

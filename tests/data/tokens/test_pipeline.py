@@ -111,7 +111,7 @@ def test_rows_keep_their_order_and_bad_ones_their_place(tmp_path: Path, monkeypa
 
 @dataclass
 class Slow:
-    """40 batches, or more, that say when they are read and encoded, and fail where they are told to."""
+    """40 batches, or more, that say when they are read and encoded, and fail where they should."""
 
     fail_read: int = -1
     fail_encode: int = -1
@@ -155,7 +155,7 @@ def test_batches_come_in_order_and_errors_in_their_place_and_threads_end_with_th
 
 
 def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
-    """Few are not; processes end with the iterator, and one that is lost is told of."""
+    """Few are not; processes end with the iterator, and one that is lost is reported."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen

@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unfollowed(done: int, total: int | None) -> None:
-    """Progress that nobody follows."""
+    """Progress that is not followed."""
 
 
 def stop(done: int, total: int | None) -> None:
@@ -112,7 +112,7 @@ def test_an_interrupted_call_resumes_to_the_same_bytes(tmp_path: Path, small, ca
 
 @pytest.mark.parametrize(("holder", "when"), [(TokenWriter, "finish"), (Manifest, "write"), (TokenWriter, "append")])
 def test_a_break_at_any_step_resumes(tmp_path: Path, monkeypatch, small, call, holder: type, when: str) -> None:
-    """What an earlier run has left stays as it is until all is finished."""
+    """What an earlier run has left is unchanged until all is finished."""
     path = rows(tmp_path)
     call(path, "older", encode=EncodeOptions(train_on="all"))
     call(path, "whole")
@@ -278,7 +278,7 @@ def test_text_has_one_entry_for_all_lengths_and_chats_one_for_each(
         assert len({request.entry for request in asked(path, "drop")} | made) == 2 + len(made)
 
 
-def test_notes_on_rows_are_told_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
+def test_notes_on_rows_are_given_by_every_call_that_finds_them(tmp_path: Path, small_tokenizer: Path) -> None:
     request, said = asked_for(small_tokenizer, rows(tmp_path), encode=EncodeOptions(seq_len=22)), list[str]()
     for times in (1, 2):
         cached(request, unfollowed, said.append)

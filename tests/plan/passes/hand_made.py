@@ -52,7 +52,7 @@ def formed(
     phase: str = "forward",
     **more: object,
 ) -> Call:
-    """A call behind the pass `forms`: a Ref is written in its form, a Result in those that it has."""
+    """A call after the pass `forms`: a Ref is written in its form, a Result in those that it has."""
     call = recorded(op, (), inputs, phase, **more)
     results = (*map(written, outputs), *call.outputs)
     return replace(call, outputs=results[: len(call.outputs)])

@@ -36,7 +36,7 @@ def test_the_first_write_of_each_overwrites_and_the_others_add():
     assert found[:4] == CALLS[:4]
 
 
-def test_all_add_behind_the_first_micro_step():
+def test_all_add_after_the_first_micro_step():
     found = accumulate(CALLS, first=False)
     assert flags(found) == [[False], [True, True], [True], [True], [True], [True, True]]
     assert [replace(r, accumulate=False) for c in found for r in c.outputs] == [r for c in CALLS for r in c.outputs]

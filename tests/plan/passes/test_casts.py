@@ -1,4 +1,4 @@
-"""Casts: behind a call come the copies that it cannot write, each with the scale that it needs."""
+"""Casts: after a call come the copies that it cannot write, each with the scale that it needs."""
 
 from dataclasses import replace
 
@@ -141,7 +141,7 @@ def test_the_copies_of_a_weight_are_cast_from_the_master_that_the_step_writes():
 
 
 def test_columns_of_a_quantized_weight_are_turned_where_they_have_the_same_scales():
-    """Its rows are what is stored; other copies are quantized anew, of the value that they stand for."""
+    """Its rows are what is stored; other copies are quantized again, of the value that they mean."""
     for name, turns in (("current", True), ("tilewise", True), ("rowwise", False)):
         row, col = scaled(name)
         held = weight("w", form=row)

@@ -1,4 +1,4 @@
-"""Fates: what backward reads is kept, made anew by what made it, or fetched from the host."""
+"""Fates: what backward reads is kept, made again by what made it, or fetched from the host."""
 
 import pytest
 from hand_made import COL, ROW, grad, recorded, slot, weight
@@ -29,7 +29,7 @@ def test_without_a_choice_everything_that_backward_reads_is_kept():
     assert decide([*FORWARD, wgrad(ACT), wgrad(X)], ()) == Fates(kept=items(ACT, X))
 
 
-def test_what_has_a_role_is_dropped_and_what_makes_it_anew_is_needed():
+def test_what_has_a_role_is_dropped_and_what_makes_it_again_is_needed():
     found = decide([EMBED, *FORWARD, wgrad(ACT)], ("swiglu",))
     assert found == Fates(kept=items(GATE_UP), dropped={"act": frozenset({None})})
     found = decide([EMBED, *FORWARD, wgrad(ACT)], ("swiglu", "ffn"))
@@ -51,7 +51,7 @@ def test_a_copy_is_kept_instead_of_its_value_and_dropped_beside_it():
     assert found == Fates(items(X), dropped={"x": frozenset({COL})}, copies=frozenset({"x"}))
 
 
-def test_a_form_that_its_producer_cannot_write_is_made_anew_from_the_value():
+def test_a_form_that_its_producer_cannot_write_is_made_again_from_the_value():
     attention = recorded("attention_forward", (ATT, slot("lse", 0)), (X,))
     found = decide([EMBED, FORWARD[0], attention, wgrad(ATT.as_form(COL))], ("att",))
     assert found == Fates(items(X), dropped={"att": frozenset({None, COL})})
@@ -59,7 +59,7 @@ def test_a_form_that_its_producer_cannot_write_is_made_anew_from_the_value():
     assert found == Fates(items(GATE_UP), dropped={"act": frozenset({COL})}), "swiglu writes it in its own pass"
 
 
-def test_a_slot_that_several_calls_add_up_is_made_anew_by_all_of_them():
+def test_a_slot_that_several_calls_add_up_is_made_again_by_all_of_them():
     low = slot("low", 0)
     branch = [
         recorded("linear_forward", (low,), (X, weight("a"))),

@@ -21,7 +21,7 @@ def test_a_call_writes_the_forms_that_are_read_in_one_order():
     ]
 
 
-def test_a_form_beside_the_value_comes_behind_it():
+def test_a_form_beside_the_value_comes_after_it():
     sums = recorded("bias_backward", (grad("b"),), (X.as_form(COLSUM),))
     value = recorded("linear_wgrad", (grad("w"),), (D_Y, X))
     (norm, *_) = forms([recorded("rmsnorm_forward", *NORM), sums, value], {})

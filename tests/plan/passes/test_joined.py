@@ -1,4 +1,4 @@
-"""Join: SwiGLU's gradient and what the adapters of gate and up make of it are one call, if nothing stands between."""
+"""Join: SwiGLU's gradient and what the adapters of gate and up make of it are one call, if nothing is between."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -31,7 +31,7 @@ def test_what_outlasts_the_program_is_never_pruned(space):
     assert prune([call]) == [call]
 
 
-def test_the_lives_of_a_slot_are_told_apart():
+def test_the_lives_of_a_slot_are_kept_apart():
     """What is dropped is read in its second life alone."""
     first, second = (recorded("swiglu_forward", (slot("x", again=again),), (IN,)) for again in (False, True))
     read = recorded("linear_wgrad", (grad("w"),), (slot("x", again=True), IN))

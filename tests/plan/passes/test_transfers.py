@@ -41,7 +41,7 @@ CALLS = [forward(A0, slot("y")), forward(A1, slot("y")), HEAD]
 CALLS += [backward(1, replace(A1, again=True)), backward(0, replace(A0, again=True))]
 
 
-def test_a_slot_leaves_right_behind_its_write_and_comes_back_in_front_of_the_layer_before():
+def test_a_slot_leaves_right_after_its_write_and_comes_back_in_front_of_the_layer_before():
     in_first, in_second, head, first, second = CALLS
     assert moved(transfers(CALLS, {("a0", None), ("a1", None)})) == [
         in_first,
@@ -63,7 +63,7 @@ def test_nothing_else_moves():
     assert [call for call in only if call.lane == "main"] == CALLS
 
 
-def test_a_slot_that_several_calls_write_leaves_behind_the_last_of_them():
+def test_a_slot_that_several_calls_write_leaves_after_the_last_of_them():
     """Pieces of it, or what adds to it; it leaves whole."""
     pieces = [forward(A0.chunk(start, 4), slot("y")) for start in (0, 4)]
     found = transfers([*pieces, *CALLS[1:]], {("a0", None)})
@@ -72,7 +72,7 @@ def test_a_slot_that_several_calls_write_leaves_behind_the_last_of_them():
     assert source == A0
 
 
-def test_each_form_moves_as_it_is():
+def test_each_form_moves_unchanged():
     """The value beside it stays where it is."""
     both = forward(wanting(A0, None, FORM), slot("y"))
     read = backward(0, replace(A0, form=FORM, again=True))
