@@ -122,6 +122,24 @@ class View:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What the value of a tensor is in, or is made of, beside its own bytes.
+
+    `value_in` is the space whose tensor of the same name has it as well (a weight that is its own master). `held` is a
+    frozen tensor, in the form that it is stored in, from which it is made. `cell` names the scale cell of its copies
+    where that is another tensor's (a weight that was fetched). `is_remade`: a weight's copies for one use.
+    """
+
+    value_in: str | None = None
+    held: Ref | None = None
+    cell: str | None = None
+    is_remade: bool = False
+
+
+OWN, IN_MASTER = Origin(), Origin(value_in="master")
+
+
+@dataclass(frozen=True)
 class Ref:
     """A name for a tensor, in one form, without memory: what block code passes to ops.
 
@@ -132,10 +150,7 @@ class Ref:
     `again` marks the second life of an intermediate, after it was dropped and made again in backward, or fetched from
     the host; and that of a gradient, as the sum over ranks. `is_sum`: calls of a program add to it.
 
-    Of copies in other forms: `value_in` is the space whose tensor of this name has the plain value as well (a weight
-    that is its own master). `cell` names the scale cell of its copies where that is another tensor's (a weight that was
-    fetched). `held` is a frozen tensor in the form that it is stored in, from which this slot is made. `is_remade`: a
-    weight's copies for one use.
+    `origin` says what else its value is in, or is made of.
     """
 
     name: str
@@ -148,10 +163,7 @@ class Ref:
     view: View | None = None
     again: bool = False
     home: str = "device"
-    value_in: str | None = None
-    cell: str | None = None
-    held: Ref | None = None
-    is_remade: bool = False
+    origin: Origin = OWN
     is_sum: bool = False
 
     def as_form(self, form: Form) -> Ref:
@@ -161,11 +173,11 @@ class Ref:
         """
         if form.layout == "colsum" and self.dtype == "fp64":
             form = replace(form, dtype="fp64")
-        if self.held is not None:
+        if self.origin.held is not None:
             form = replace(form, scaling="current") if form.has_cell else form
-            if form == self.held.form:
+            if form == self.origin.held.form:
                 assert self.view is None, f"{self.name}: a piece of what is held in {form}"
-                return self.held
+                return self.origin.held
         own = form.layout == "row" and form.scaling is None and form.dtype == self.dtype
         return changed(self, form=None if own else form)
 

@@ -11,8 +11,8 @@ def storage_name(ref: Ref) -> str:
     if ref.space == "activation":
         # A second life has bytes of its own: the first one's may be given to others in between.
         name = ref.name + ("~" if ref.again else "") + ("@host" if ref.home == "host" else "")
-    elif ref.form is None and ref.value_in is not None:
-        return f"{ref.value_in}:{ref.name}"
+    elif ref.form is None and ref.origin.value_in is not None:
+        return f"{ref.origin.value_in}:{ref.name}"
     else:
         name = f"{ref.space}:{ref.name}"
     return f"{name}@{ref.form.key}" if ref.form else name
@@ -30,7 +30,7 @@ def scale_ref(ref: Ref) -> Ref:
     assert ref.form is not None
     if ref.form.owns_scales:
         return own_scales(ref)
-    if ref.space == "activation" and ref.cell is None and not ref.form.has_cell:
+    if ref.space == "activation" and ref.origin.cell is None and not ref.form.has_cell:
         # A measured scale of an intermediate is of no use after it, so it is a slot, too.
         return Ref(f"{ref.name}@scale/{ref.form.dtype}", "activation", (1,), "fp32", ref.layer)
     return Ref(scale_cell(ref, ref.form.dtype), "scale", (1,), "fp32")
@@ -40,7 +40,7 @@ def scale_cell(ref: Ref, dtype: str) -> str:
     """Name of the persistent scale of a tensor's copies in `dtype`: one for all programs and micro-steps."""
     # Without the micro-step, phase and chunk: all of them quantize by one history of amax.
     name = ref.name.split("/", 1)[-1].split("#")[0] if ref.space == "activation" else ref.name
-    return f"{ref.cell or name}@{dtype}"
+    return f"{ref.origin.cell or name}@{dtype}"
 
 
 def own_scales(ref: Ref) -> Ref:
@@ -48,12 +48,12 @@ def own_scales(ref: Ref) -> Ref:
     assert ref.form is not None and ref.form.owns_scales
     name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole, ref.form)
     about: dict[str, Any] = {"name": name, "shape": shape, "dtype": ref.form.scales.dtype}
-    return replace(ref, **about, form=None, view=None, value_in=None, held=None)
+    return replace(ref, **about, form=None, view=None, origin=replace(ref.origin, value_in=None, held=None))
 
 
 def known_scale(ref: Ref) -> Ref | None:
     """The scale of a copy that is the value's own, but is known before the program runs: that of a frozen weight, or of
     one whose copies are made for each use."""
-    is_weight = ref.is_remade or (ref.held is not None and ref.cell is not None)
+    is_weight = ref.origin.is_remade or (ref.origin.held is not None and ref.origin.cell is not None)
     is_known = is_weight and ref.form is not None and ref.form.is_measured
     return scale_ref(ref) if is_known else None

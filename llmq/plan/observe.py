@@ -31,7 +31,7 @@ def observed(
             if ref is None or ref.form is None or ref.form.scaling is None:
                 continue
             # A copy of a weight that has no value to compare it with.
-            if ref.held is not None or (ref.space == "weight" and ref.name not in values):
+            if ref.origin.held is not None or (ref.space == "weight" and ref.name not in values):
                 continue
             # Columns have the same numbers with the same scale, so rows stand for both.
             if ref.form.layout == "row":
@@ -67,9 +67,9 @@ def observed(
         found.append(call)
         made = [r.ref for r in call.outputs if r is not None and r.ref.space == "activation" and not r.ref.again]
         for ref, form in ((ref, forms[ref.name][1]) for ref in made if ref.name in forms):
-            if record(call.op).copies and ref.cell is not None and ref.cell in values:
-                waiting += [] if ref.cell in seen else compared(ref.cell, ref, form, call.phase)
-                seen.add(ref.cell)
+            if record(call.op).copies and ref.origin.cell is not None and ref.origin.cell in values:
+                waiting += [] if ref.origin.cell in seen else compared(ref.origin.cell, ref, form, call.phase)
+                seen.add(ref.origin.cell)
             else:
                 found.append(measured(ref, ref, form, call.phase))
     return found, {cell: tuple(names) for cell, names in sites.items()}
@@ -83,7 +83,9 @@ def errors_cell(count: int) -> Ref:
 def _site(call: Call) -> str:
     """Name of the site that makes a call: that of its weight, or of the head where it is the embedding's."""
     refs = [*(result.ref for result in call.outputs if result is not None), *(ref for ref in call.inputs if ref)]
-    refs = [ref.held or ref for ref in refs]
-    names = [ref.cell or ref.name for ref in refs if ref.space in ("weight", "grad") or ref.cell is not None]
+    refs = [ref.origin.held or ref for ref in refs]
+    names = [
+        ref.origin.cell or ref.name for ref in refs if ref.space in ("weight", "grad") or ref.origin.cell is not None
+    ]
     name = next(site for site, found, _ in (name.rpartition(".weight") for name in names) if found)
     return "head" if name == "embed" else name

@@ -119,7 +119,7 @@ class Plan:
         more = {"cache": "Completions"} if "cache" in spaces_here else {}  # of generation, and of --sample-prompts
         categories = {**self.state_titles, **CATEGORIES, **more, **self.tracked.titles}
         total = dict.fromkeys((*categories.values(), "Other"), 0)
-        own = {name for name, ref in self.weights.items() if ref.value_in == MASTER}
+        own = {name for name, ref in self.weights.items() if ref.origin.value_in == MASTER}
         for ref in self.persistent.values():
             if ref.home == home:
                 is_weight = ref.space == MASTER and ref.name in own
@@ -331,8 +331,10 @@ def _fates(memory: Memory, train: Sequence[Call]) -> tuple[Fates, dict[str, int]
 
 def _counted(programs: Iterable[Sequence[Call]]) -> frozenset[Item]:
     """The copies that the update makes for their scales and statistics: one of each weight whose copies are remade."""
-    read = {ref for calls in programs for call in calls for ref in call.inputs if ref is not None and ref.is_remade}
-    found = ((ref.cell, ref.form) for ref in read if ref.form is not None and ref.form.layout == "row")
+    read = {
+        ref for calls in programs for call in calls for ref in call.inputs if ref is not None and ref.origin.is_remade
+    }
+    found = ((ref.origin.cell, ref.form) for ref in read if ref.form is not None and ref.form.layout == "row")
     return frozenset((f"{COUNTED}/{name}", form) for name, form in found if form.has_cell or form.is_measured)
 
 
@@ -392,7 +394,7 @@ def _persistent(programs: Iterable[Program]) -> dict[str, Ref]:
     for ref in _refs(programs):
         if (known := known_scale(ref)) is not None:
             found[storage_name(known)] = known
-        is_master = ref.form is None and ref.value_in is not None
+        is_master = ref.form is None and ref.origin.value_in is not None
         if ref.space == "activation" or is_master:  # the optimizer's Ref of the same bytes says that it is a master
             continue
         whole = ref.entire

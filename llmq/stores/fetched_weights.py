@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmq.row import Row
 from llmq.stores.replicated import Bundle, ReplicatedWeights, part_bundle
-from llmq.tensor import Form, Ref, changed
+from llmq.tensor import Form, Origin, Ref, changed
 
 Fetched = TypeVar("Fetched")
 COUNTED = "update"  # in the names of copies that are made for their scales and statistics alone
@@ -91,7 +91,7 @@ class FetchedWeights(ReplicatedWeights):
         for held in self._held[part]:
             # fp8 that is stored with a scale for each tile has none for the whole.
             is_tiled = held.form is not None and held.form.dtype == "e4m3" and held.form.owns_scales
-            slot = changed(weight_slot(held, phase), cell=None if is_tiled else held.name, held=held)
+            slot = changed(weight_slot(held, phase), origin=Origin(held=held, cell=None if is_tiled else held.name))
             ops.cast(slot, held)
             made[held.name] = slot
         return made
@@ -100,7 +100,7 @@ class FetchedWeights(ReplicatedWeights):
 def weight_slot(ref: Ref, phase: str) -> Ref:
     """A slot for what is read of a weight, or written, in a phase."""
     # The scale cell is the row's own: a slot lives for one use, and a delayed scale needs the history of all of them.
-    return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, cell=ref.name)
+    return Ref(f"{phase}/{ref.name}", "activation", ref.shape, ref.dtype, ref.layer, origin=Origin(cell=ref.name))
 
 
 def fetched(ops: Any, ref: Ref, phase: str) -> Ref:
@@ -169,6 +169,6 @@ class RemadeWeights(FetchedWeights):
         for name, master in self._masters.items():
             if master.layer == part:
                 # Marked, so that it has the scale that the update has left, and collects no statistics a second time.
-                made[name] = changed(weight_slot(self.refs[name], phase), is_remade=True)
+                made[name] = changed(weight_slot(self.refs[name], phase), origin=Origin(cell=name, is_remade=True))
                 ops.cast(made[name], fetched.get(name, master))
         return made

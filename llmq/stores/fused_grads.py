@@ -8,7 +8,7 @@ from typing import Any
 from llmq.row import Row
 from llmq.stores.replicated import Bundle, ReplicatedGrads
 from llmq.stores.sharding import part_of
-from llmq.tensor import Ref
+from llmq.tensor import Origin, Ref
 
 # What becomes of a part's gradients, by row name: called with the ops, the part, its rows and the gradients of all.
 Use = Callable[[Any, str | int, Sequence[Row], Mapping[str, Ref]], None]
@@ -17,7 +17,9 @@ Use = Callable[[Any, str | int, Sequence[Row], Mapping[str, Ref]], None]
 def gradient_slots(refs: Mapping[str, Ref]) -> dict[str, Ref]:
     """By row name, slots in which the gradients of one micro-step are made."""
     return {
-        name: replace(ref, name=f"gradient/{name}", space="activation", home="device", is_sum=True, cell=name)
+        name: replace(
+            ref, name=f"gradient/{name}", space="activation", home="device", is_sum=True, origin=Origin(cell=name)
+        )
         for name, ref in refs.items()
     }
 

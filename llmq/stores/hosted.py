@@ -10,7 +10,7 @@ from llmq.optimizers.rule import MASTER
 from llmq.row import Row
 from llmq.stores.fetched_weights import one_ahead
 from llmq.stores.replicated import Bundle, ReplicatedGrads, StatePiece, Update, each_of
-from llmq.tensor import DTYPES, NORM_ROWS, Ref, changed, stored_bytes, stored_dtype
+from llmq.tensor import DTYPES, NORM_ROWS, Origin, Ref, changed, stored_bytes, stored_dtype
 
 MOST_PIECES = 4096  # of all that is fetched, about: each takes a handful of calls to plan, to bind and to capture
 
@@ -87,7 +87,12 @@ class HostedGrads:
         """Slots by row name for what a part adds to."""
         slots = {}
         for name, ref in self._store.added_to(part).items():
-            about: dict[str, Any] = {"space": "activation", "home": "device", "is_sum": True, "cell": name}
+            about: dict[str, Any] = {
+                "space": "activation",
+                "home": "device",
+                "is_sum": True,
+                "origin": Origin(cell=name),
+            }
             slots[name] = replace(ref, name=f"gradient/{part}/{name}", **about)
             ops.copy_to_device(slots[name], ref)
         return slots

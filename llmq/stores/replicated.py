@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from llmq.optimizers.rule import MASTER, State, StateKind
 from llmq.row import Row
 from llmq.stores.sharding import part_of
-from llmq.tensor import Ref
+from llmq.tensor import IN_MASTER, OWN, Ref
 
 
 class Bundle:
@@ -97,8 +97,8 @@ class ReplicatedWeights:
 
     def _ref(self, row: Row, dtype: str) -> Ref:
         is_master = row.trainable and dtype == self._master_dtypes[row.home]
-        value_in = "master" if is_master else None
-        return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored, home=row.home, value_in=value_in)
+        origin = IN_MASTER if is_master else OWN
+        return Ref(row.name, "weight", row.shape, dtype, row.layer, form=row.stored, home=row.home, origin=origin)
 
 
 class ReplicatedGrads:

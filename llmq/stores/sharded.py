@@ -17,7 +17,7 @@ from llmq.stores.fetched_weights import ALL_HERE, FetchedWeights, Homes, fetched
 from llmq.stores.fused_grads import gradient_slots
 from llmq.stores.replicated import Bundle, ReplicatedGrads, ReplicatedMoments, StatePiece, Update, each_of
 from llmq.stores.sharding import Bounds, Sharding, Shards, part_of
-from llmq.tensor import NORM_ROWS, Ref, changed
+from llmq.tensor import IN_MASTER, NORM_ROWS, OWN, Origin, Ref, changed
 
 SUMMED, LARGEST = ("loss", "tokens"), ("amax", "request")  # over all ranks
 SENT_WIDTHS = 16  # a gradient is compressed if its width is a multiple of this; others, and vectors, are small
@@ -180,7 +180,7 @@ class GatheredWeights(FetchedWeights):
         masters = {"device": master_dtype, "host": homes.host_master}
         self._own = {
             row.name: self._shards.share(
-                replace(whole, space="shard", value_in="master" if whole.dtype == masters[whole.home] else None)
+                replace(whole, space="shard", origin=IN_MASTER if whole.dtype == masters[whole.home] else OWN)
             )
             for row in self._shards.rows
             for whole in [self.refs[row.name]]
@@ -258,7 +258,9 @@ class ShardedWeights(GatheredWeights):
         for row in rows:
             # A tied head reads the embedding in another part of the same phase: two slots, each with a short life.
             name = f"{phase}/{'' if part_of(row) == part else f'{part}/'}{row.name}"
-            slots[row.name] = replace(self._whole[row.name], name=name, space="activation", cell=row.name)
+            slots[row.name] = replace(
+                self._whole[row.name], name=name, space="activation", origin=Origin(cell=row.name)
+            )
         self._gather(ops, slots, phase)
         return slots
 

@@ -271,7 +271,7 @@ def test_masters_of_the_host_of_which_copies_are_made_come_a_layer_ahead():
     names = {row.name for row in sites(plan)}
     fetched = [call for call in copies(plan.programs["middle"], "copy_to_device") if call.inputs[0].space == "master"]
     assert len(fetched) == 2 * len(names) and {call.lane for call in fetched} == {"to_device"}
-    made = [call for call in calls if call.op == "cast" and call.outputs[0].ref.is_remade]
+    made = [call for call in calls if call.op == "cast" and call.outputs[0].ref.origin.is_remade]
     assert [call.inputs[0].name.split("/")[0] for call in made].count("forward") == len(names)
     first = next(i for i, call in enumerate(calls) if call.op.startswith("linear") and call.outputs[0].ref.layer == 0)
     ahead = [call for call in calls[:first] if call in fetched]

@@ -47,7 +47,7 @@ def collect(calls: Sequence[Call]) -> list[Call]:
     value, was counted before, and a weight that is remade by the update."""
 
     def counted(result: Result | None) -> Result | None:
-        if result is None or result.ref.again or result.ref.is_remade:
+        if result is None or result.ref.again or result.ref.origin.is_remade:
             return result
         dtypes = sorted({form.dtype for form in result.forms if form is not None and form.has_cell})
         return changed(result, amax=tuple(scale_cell(result.ref, dtype) for dtype in dtypes)) if dtypes else result

@@ -44,7 +44,7 @@ def decide(calls: Sequence[Call], roles: Iterable[str], drop: Iterable[str] = ()
             for name, result in zip(record(call.op).outputs, call.outputs, strict=True):
                 ref = result.ref if result is not None else None
                 # A weight that is cast for its layer is cast again by the backward walk, whatever is dropped.
-                if ref is None or ref.is_remade or ref.held is not None:
+                if ref is None or ref.origin.is_remade or ref.origin.held is not None:
                     continue
                 if ref.space == "activation" and ref.layer is not None:
                     producers[ref.name].append((call, name))

@@ -69,7 +69,7 @@ def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weigh
     if ref.space in WEIGHTS:
         # The value of a weight that is its own master is the master's to write.
         found |= weights.get((ref.space, ref.name), frozenset())
-        found = {form for form in found if form is not None or ref.value_in is None}
+        found = {form for form in found if form is not None or ref.origin.value_in is None}
     return _in_order(found)
 
 

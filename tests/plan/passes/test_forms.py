@@ -4,7 +4,7 @@ from hand_made import COL, ROW, formed, grad, recorded, slot, wanting, weight
 
 from llmq.plan.passes.casts import casts
 from llmq.plan.passes.forms import forms, reads_of_weights
-from llmq.tensor import COLSUM, Ref
+from llmq.tensor import COLSUM, Origin, Ref
 
 X, Y, RSTD, D_Y = slot("x"), slot("y"), slot("rstd"), slot("d_y")
 NORM = ((X, RSTD), (slot("res"), weight("norm")))
@@ -46,7 +46,7 @@ def test_the_lives_of_a_slot_have_their_own_forms():
 def test_a_weight_is_written_in_the_forms_that_any_program_reads():
     read = {("weight", "w"): frozenset({None, ROW, COL})}
     for value_in, expected in ((None, (None, COL, ROW)), ("master", (COL, ROW))):  # its own master has the value
-        call = recorded("cast", (weight("w", value_in=value_in),), (Ref("w", "master", (8, 8), "bf16"),))
+        call = recorded("cast", (weight("w", origin=Origin(value_in=value_in)),), (Ref("w", "master", (8, 8), "bf16"),))
         (found,) = forms([call], read)
         assert found.outputs[0].forms == expected
     assert forms([recorded("cast", (weight("v"),), (weight("w"),))], read) == [], "nothing reads v"
