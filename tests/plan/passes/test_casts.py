@@ -5,7 +5,7 @@ from dataclasses import replace
 from hand_made import COL, ROW, formed, slot, wanting, weight
 
 from llmq.plan.passes.casts import casts
-from llmq.tensor import COLSUM, Form, Ref
+from llmq.tensor import COLSUM, Form, Origin, Ref
 
 X, ATT, RES = slot("0/0.x", 0), slot("0/0.att", 0), slot("res", 0)
 LIMIT = {"limit": 448.0}
@@ -145,7 +145,7 @@ def test_columns_of_a_quantized_weight_are_turned_where_they_have_the_same_scale
     for name, turns in (("current", True), ("tilewise", True), ("rowwise", False)):
         row, col = scaled(name)
         held = weight("w", form=row)
-        buffer = slot("forward/w", 0, cell="w", held=held)
+        buffer = slot("forward/w", 0, origin=Origin(held=held, cell="w"))
         turned = made("cast", (wanting(buffer, col),), held)
         value = made("cast", (wanting(buffer, None),), held)
         anew = made("quantize", (wanting(buffer, col), None), buffer, **LIMIT)
@@ -156,5 +156,5 @@ def test_the_single_scale_of_a_frozen_weight_is_known():
     """Nothing is measured, and one call makes both copies of what is held in few bits."""
     row, col = scaled("current")
     held = weight("w", form=Form("nf4", "row", "nested256"))
-    cast = made("cast", (wanting(slot("forward/w", 0, cell="w", held=held), col, row),), held)
+    cast = made("cast", (wanting(slot("forward/w", 0, origin=Origin(held=held, cell="w")), col, row),), held)
     assert casts([cast]) == [cast]
