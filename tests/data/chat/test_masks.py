@@ -146,8 +146,10 @@ def test_what_is_no_role_is_refused(text):
 STRICT = "{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + CHATML
 
 
-@pytest.mark.parametrize("used", ["chatml", "llama3", "zephyr", "qwen3", ChatTemplate("<s>" + CHATML, "bos"),
-                                  LENIENT, ChatTemplate(STRICT, "strict")], ids=str)  # fmt: skip
+MADE = [ChatTemplate("<s>" + CHATML, "bos"), LENIENT, ChatTemplate(STRICT, "strict")]
+
+
+@pytest.mark.parametrize("used", ["chatml", "llama3", "zephyr", "qwen3", *MADE])
 @pytest.mark.parametrize("system", [False, True])
 def test_a_chat_that_the_assistant_begins_trains_no_header_and_no_system_prompt(used, system):
     hello = "Hello, how can I help?"
