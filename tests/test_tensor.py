@@ -5,7 +5,7 @@ import pytest
 
 from llmq.operands import Tensor, own_scales, scales_of_columns, to_form
 from llmq.scaling import SCALINGS
-from llmq.tensor import Form, Ref, View, stored_shape
+from llmq.tensor import Form, Origin, Ref, View, stored_shape
 
 QKV = Ref("qkv", "activation", (2, 6, 40), "bf16")
 
@@ -39,7 +39,7 @@ def test_columns_that_are_not_there(start, count):
 def test_a_held_tensor_is_read_directly_in_its_form(scaling):
     form = Form("e4m3", "row", scaling)
     held = Ref("up", "weight", (6, 40), "bf16", form=form)
-    slot = Ref("forward/up", "activation", (6, 40), "bf16", held=held)
+    slot = Ref("forward/up", "activation", (6, 40), "bf16", origin=Origin(held=held))
     assert slot.as_form(form) is held
     assert slot.as_form(Form("bf16")).form is None
     assert slot.as_form(Form("e4m3", "col", scaling)).form == Form("e4m3", "col", scaling)
