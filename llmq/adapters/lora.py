@@ -260,7 +260,8 @@ class Lora(Method):
         found = super().file(rows, config, model)
         if model is None or not self.takes_out:
             return found
-        return found._replace(about=self.doubled().peft_config(config), stored=FirstAdapter(self, config, model).beside)
+        about, stored = self.doubled().peft_config(config), FirstAdapter(self, config, model).beside
+        return found._replace(about=about, stored=stored, twice=[row for row in found.rows if row.init in TAKEN_OUT])
 
     def doubled(self) -> Lora:
         """Adapters of twice the rank that multiply by the same scales, on a model that is as it was."""

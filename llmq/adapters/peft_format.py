@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from llmq.adapters.targets import EMBED, EMBED_ROW, FILE, LM_HEAD, Module, Target, linear_modules, modules_of
-from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, write_json, write_tensors
+from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, export_bytes, write_json, write_tensors
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import HEAD, parameter_rows
@@ -223,10 +223,16 @@ def in_full_config(also: Collection[str], config: ModelConfig) -> dict[str, Any]
 @dataclass(frozen=True)
 class AdapterExport(Export):
     """The export of an adapter: PEFT's two files, and the tokenizer's. `stored` makes the file's tensors, by name, of
-    those that are trained, where they differ."""
+    those that are trained, where they differ; those of `twice` are then of twice the rank."""
 
     about: About = field(default_factory=dict)
     stored: Callable[[Tensors], Tensors] | None = None
+    twice: Sequence[Row] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that are written."""
+        return export_bytes(self.rows, self.dtype) + export_bytes(self.twice, self.dtype)
 
     def write_model(self, folder: Path, read: Read) -> None:
         """Config and weights into a new folder."""
@@ -248,9 +254,10 @@ class AdapterFile(NamedTuple):
     rows: Sequence[Row]
     about: About
     stored: Callable[[Tensors], Tensors] | None = None
+    twice: Sequence[Row] = ()
 
     def export(self, base: str, revision: str | None) -> Callable[..., AdapterExport]:
         """What makes the export of it, for a base model of this name."""
         about: About = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
         about = {"peft_type": self.about["peft_type"], **about, "inference_mode": True, **self.about}
-        return partial(AdapterExport, about=about, stored=self.stored)
+        return partial(AdapterExport, about=about, stored=self.stored, twice=self.twice)

@@ -120,6 +120,11 @@ class Export:
     shard_bytes: int = SHARD_BYTES
     beside: Mapping[str, Any] = field(default_factory=dict)  # contents of more JSON files by name
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that are written."""
+        return export_bytes(self.rows, self.dtype)
+
     def check(self, *, room: bool = True) -> int:
         """Bytes that `write` needs; raises what it would raise, without writing.
 
@@ -131,7 +136,7 @@ class Export:
             raise UsageError(f"--export-dtype {self.dtype}: known are {', '.join(TORCH_NAMES)}")
         _generation_config(self.tokenizer_folder, {})
         copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder))
-        needed = export_bytes(self.rows, self.dtype) + copied + disk.MIB
+        needed = self.num_bytes + copied + disk.MIB
         with _storage(folder):
             disk.finish_folder(folder, kept=_is_other)
         refuse_taken(folder, self.overwrite)
@@ -168,9 +173,9 @@ class Export:
         names = names if len(files) > 1 else [tensor_files.WEIGHTS]
         write_files(folder, zip(names, files, strict=True), _slices(self.rows, read, self.dtype))
         if len(files) > 1:
-            total = export_bytes(self.rows, self.dtype)
+            about = {"total_size": self.num_bytes}
             weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
-            write_json(folder / tensor_files.INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(folder / tensor_files.INDEX, {"metadata": about, "weight_map": weight_map})
         written = to_hf(self.config, self.dtype)
         ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "config.json", written)

@@ -1,10 +1,17 @@
 """First values of adapters: what is taken out of a weight is the part of it that the methods name."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
+from adapter_cases import adapter_of
+from tiny_engines import FP32, parameters, plan_of, tiny
 
 from llmq.adapters import lora
-from llmq.adapters.lora import first_pair
+from llmq.adapters.lora import Lora, first_pair
+from llmq.adapters.targets import chosen, targets
+from llmq.disk import MIB
 
 SCALE = 2.5
 
@@ -43,3 +50,17 @@ def test_of_a_large_matrix_a_few_products_find_it(monkeypatch):
     assert all(np.array_equal(*one) for one in zip(found, again, strict=True))
     one, other = (SCALE * b @ a for a, b in (found, exact))
     assert np.linalg.norm(one - other) < 1e-2 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("init", ["kaiming", "pissa", "olora"])
+def test_the_room_that_an_export_asks_for_is_that_of_the_converted_file(tmp_path, init):
+    """Where A and B are taken out of the model it has twice the rank, but not of what is trained beside them."""
+    about = {"bias": "all", "init": init, "also": frozenset({"head.norm"})}
+    plan = plan_of(FP32, adapters=Lora(4, 6.0, targets(chosen("all", tiny()), 4, 6.0, rslora=False), **about))
+    values = {row.name: value for row, value in parameters(plan)}
+    model = partial(map, lambda row: (row, values[row.name]))
+    found = plan.spec.adapters.file(plan.rows, tiny(), model)
+    export = found.export("base", None)(tmp_path / "out", tiny(), found.rows, "bf16")
+    export.write(lambda row: values[row.name])
+    written = sum(value.nbytes for value in adapter_of(tmp_path / "out").values())
+    assert replace(export, overwrite=True).check() == written + MIB
