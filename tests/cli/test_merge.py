@@ -61,7 +61,7 @@ def run(folder, family, out, *arguments):
 
 @pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4", "e4m3"])
 def test_adapters_are_added_to_a_quantized_base(folder, base, tmp_path, capsys):
-    """To its values, which differs from the model in the weights of layers alone."""
+    """To its values, which differ from the model's in the weights of layers alone."""
     given = f"--adapter={folder / 'qwen2-0'}"
     _, plain = run(folder, "qwen2", tmp_path / "plain", given)
     code, found = run(folder, "qwen2", tmp_path / "out", given, f"--base-dtype={base}")

@@ -75,6 +75,7 @@ def test_the_manuals_command_line_is_understood(trained):
         (["--no-packing"], False),
         (["--no_packing"], False),
         (["--packing=windows"], "windows"),
+        (["--packing", "windows"], "windows"),
         (["--packing", "--seed=3"], True),
         (["--packing=off"], False),
     ],

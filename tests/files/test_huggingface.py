@@ -262,6 +262,16 @@ def test_a_model_is_replaced_only_with_overwrite(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["m", "source"]
 
 
+def test_a_replacement_that_was_killed_is_finished(tmp_path):
+    values = write(tmp_path / "m", BASE)
+    (tmp_path / "m" / "notes.txt").write_text("keep")
+    os.rename(tmp_path / "m", tmp_path / ".m.replaced")  # killed between the two renames
+    with pytest.raises(StorageError, match="already holds a model"):
+        write(tmp_path / "m", BASE)
+    same(load(tmp_path / "m"), values)
+    assert (tmp_path / "m" / "notes.txt").exists() and os.listdir(tmp_path) == ["m"]
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("fail_at", ["write", "sync", "rename", ZeroDivisionError, KeyboardInterrupt])
 def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch, overwrite, fail_at):

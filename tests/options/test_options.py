@@ -208,6 +208,7 @@ def test_everything_wrong_is_said_at_once():
         ({"min_lr": 1e-6, "learning_rate": 0, "lr_schedule": "linear"}, "is above the --learning-rate 0"),
         ({"warmup": 5, "warmup_ratio": 0.1, "steps": 100}, "--warmup-ratio 0.1 disagree: the second asks for 10"),
         ({"warmup_ratio": 0.6, "steps": 10, "cooldown": 5}, "--warmup-ratio 0.6 (6 steps) and --cooldown 5 need 11"),
+        ({"model_dtype": "fp16"}, "--model-dtype fp16: fp16 needs its loss scaled"),
         ({"matmul_dtype": "float16"}, "--matmul-dtype float16: fp16 needs its loss scaled, which llmq does not do yet"),
         ({"memcpy_send_recv": True}, "exchanged: add --all-to-all-reduce, or leave it out"),
         ({"gpus": 2, "device": "cpu"}, "--device is cpu: llmq-launch --procs 2 starts processes for the CPU"),
@@ -380,7 +381,7 @@ def test_a_value_that_overrides_the_file_is_not_blamed_on_it(tmp_path):
         ("lr_sched", "did you mean --lr-schedule?"),
     ],
 )
-def test_an_error_names_begins_like_an_unknown_option_or_looks_like_it(name, advice):
+def test_an_unknown_option_is_answered_by_those_that_begin_like_it_or_look_like_it(name, advice):
     (problem,) = problems(**{name: 1})
     assert problem == f"unknown option {flag(name)}: {advice}"
 

@@ -122,7 +122,7 @@ def test_nothing_of_a_rank_grows_with_the_number_of_layers(level, precision):
     assert host[0] < host[1] < host[2]
 
 
-@pytest.mark.quick("bf16")
+@pytest.mark.quick("bf16-*")
 @pytest.mark.parametrize(("home", "memory"), [("device", Memory()), ("host", DEEP)])
 @pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed"])
 def test_a_rank_has_less_at_every_level(precision, home, memory):

@@ -98,6 +98,13 @@ def test_the_last_screen_is_about_what_was_made(made):
 
 
 @pytest.mark.slow
+def test_a_second_call_shows_the_same_and_writes_nothing(made, capsys):
+    before = times(made.out)
+    assert quickstart.quickstart(made) == 0
+    assert capsys.readouterr().out == (made.out / "screen.txt").read_text() and times(made.out) == before
+
+
+@pytest.mark.slow
 def test_a_lost_model_is_exported_again(copy, capsys):
     """What is there is used: the data, and the checkpoint of the last step."""
     model = copy.out / "run" / "model" / "model.safetensors"

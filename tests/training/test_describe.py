@@ -3,7 +3,9 @@
 import io
 import re
 
+import numpy as np
 import pytest
+from tiny_runs import write_documents
 
 import llmq
 from llmq.errors import MemoryLimitError, UsageError
@@ -46,6 +48,14 @@ def test_a_quiet_dry_run_is_one_line(given, many):
     given["console"] = io.StringIO()
     llmq.train(**given, dry_run=True, verbosity=-2)
     assert given["console"].getvalue() == ""
+
+
+def test_a_plan_of_padding_is_a_warning(given):
+    """Also of a quiet dry run."""
+    write_documents("docs", 40, np.random.default_rng(0))
+    more = {"train_file": "docs.bin", "eval_file": None, "eval_every_n_steps": 0, "seq_len": 400, "packing": False}
+    llmq.train(**{**given, **more, "dry_run": True, "verbosity": -1})
+    assert "Warning: 96% of the training rows of 400 tokens is padding: --seq-len 32" in given["console"].getvalue()
 
 
 def test_a_dry_run_shows_what_each_level_has_on_the_host(many):

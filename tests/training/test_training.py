@@ -307,6 +307,13 @@ def test_auto_takes_fp8_where_it_is_faster_and_a_continued_run_keeps_that(given,
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
 
 
+@pytest.mark.slow
+def test_auto_times_every_site(given):
+    found = read_log(llmq.train(**{**given, **AUTO, "steps": 2}).log_path).header["matmuls"]
+    assert found.keys() == {"attention.qkv", "attention.o", "mlp.up", "mlp.down", "together"}
+    assert all(float(found[site].split()[1]) > 0 for site in found if site != "together")
+
+
 def test_auto_needs_a_gpu_to_time(given):
     with pytest.raises(UsageError, match="auto times a GPU"):
         llmq.train(**{**given, **AUTO, "dry_run": True, "device": "cuda", "gpu": "H200"})

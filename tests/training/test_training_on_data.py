@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny_engines import tiny
 from tokenizers import decoders
 
 import llmq
+from llmq.cli.train import command
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -311,6 +313,8 @@ def test_a_stream_evaluates_on_the_validation_split(given, tmp_path):
         ({"data": None}, UsageError, "--dry-run plans without data"),
         ({"train_file": "a.bin"}, UsageError, "--train-file a.bin and --data rows.jsonl both say"),
         ({"data": None, "train_file": "a.bin", "train_on": "all"}, UsageError, "--train-on all is for --data"),
+        ({"data": None, "train_file": "a.bin", "streaming": True}, UsageError, "--streaming is for --data: give that"),
+        ({"seq_len": 1}, UsageError, "--seq-len 1: a document of one token has no target"),
         ({"streaming": True, "eval_fraction": 0.1}, UsageError, "--eval-fraction 0.1 of a stream"),
         ({"streaming": True, "seq_len": 1}, UsageError, "--seq-len 1: a document of one token has no target"),
         ({"data": "text.txt", "max_docs": 3}, UsageError, "--max-docs 3 is for packed rows: add --packing"),
@@ -331,6 +335,29 @@ def test_what_cannot_be_done_is_refused(given, change, kind, says):
     Path("nothing.jsonl").write_text('{"input_ids": [5, 6], "labels": [-100, -100]}\n' * 30)
     with pytest.raises(kind, match=says):
         llmq.train(**{**given, **change})
+
+
+def test_bad_rows_can_be_left_out(given):
+    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
+    Path("rows.jsonl").write_text("".join([*lines[:2], "{\n", "\n", *lines[4:]]))
+    with pytest.raises(DataError, match=r"rows.jsonl:4: the row is empty.*; 1 before it left out"):
+        llmq.train(**given, skip_bad_rows=1)
+    llmq.train(**{**given, "steps": 1}, skip_bad_rows=2)
+    assert "2 bad rows were left out" in given["console"].getvalue()
+
+
+def test_sigterm_while_text_is_tokenized_leaves_no_lock_and_no_half_file(given, tmp_path, monkeypatch):
+    Path("text.txt").write_text("It's the king's 10 ships\n" * 300)
+    seen = []
+
+    def append(*about):
+        seen.extend((tmp_path / "cache/tokens").rglob(".train*"))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(TokenWriter, "append", append)
+    with pytest.raises(SystemExit) as end:
+        command().main(["--model=source", "--from-scratch", "--data=text.txt", "--steps=1"], standalone_mode=False)
+    assert end.value.code == 75 and seen and list((tmp_path / "cache/tokens").iterdir()) == []
 
 
 def test_the_export_ends_texts_with_every_trained_end_token(given, tmp_path):

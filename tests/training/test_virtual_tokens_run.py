@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapter_cases import adapter_of
-from tiny_runs import write_documents
+from tiny_runs import changed_adapter, write_documents
 
 import llmq
 from llmq.generation.prompts import read_questions
@@ -54,6 +54,14 @@ def test_packed_and_padded_rows_have_the_same_evaluation(based, method):
     assert found[0].eval_loss != llmq.train(**{**based, "learning_rate": 0, "steps": 1, "name": "plain"}).eval_loss
     packed, *_ = (read_log(run.log_path).train for run in found)
     assert packed["trained_tokens"][0] < packed["tokens"][0] <= 4 * 30
+
+
+def test_a_prompt_that_peft_began_as_a_text_is_continued(based, tmp_path):
+    text = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "Aye", "tokenizer_name_or_path": "base"}
+    done = llmq.train(**based, prompt_tuning=COUNT)
+    changed_adapter(done.model_path, tmp_path / "made", lambda tensors, about: about.update(text))
+    still = {"name": "again", "adapter": "made", "learning_rate": 0.0, "steps": 1}
+    assert llmq.train(**{**based, **still}).eval_loss == pytest.approx(done.eval_loss)
 
 
 @METHODS
