@@ -137,7 +137,9 @@ FAULTS = {
         lambda real, *handles, **about: real(*handles[:-1], _with_array(handles[-1], lambda n: n + 1), **about),
     ),
     "momentum_not_ahead": _of_op(
-        "sgd", OPTIMIZER, lambda real, *handles, **numbers: real(*handles, **{**numbers, "nesterov": False})
+        "sgd",
+        "tests/ops/test_other_updates.py",
+        lambda real, *handles, **numbers: real(*handles, **{**numbers, "nesterov": False}),
     ),
     "rounding_same_every_step": Fault(
         "llmq.ops.reference.optimizer:random_bits",

@@ -2,12 +2,15 @@
 
 import json
 
+import fake_gpu
 import pytest
+from fake_cuda import RTX_4090, FakeDriver
 from tiny_engines import FP8, FP32, plan_of, tiny
 
 from llmq.bench.ladder import CallWork, Ceilings
 from llmq.bench.op import OpCall, different_calls, one_layer
 from llmq.cli import bench, shell
+from llmq.engine.measure import Clock
 from llmq.model.config import to_hf
 from llmq.ops.seam import record
 
@@ -67,6 +70,18 @@ def test_the_plans_own_calls_are_timed(shape, capsys, monkeypatch):
     assert "bf16 2x16, one layer" in printed and "e4m3 2x16, one layer" in printed and "e4m3/col/current" in printed
     rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("| linear_")]
     assert rows and all(record(row[0].removeprefix("| ")).is_linear and float(row[4]) > 0 for row in rows)
+
+
+def test_a_gpu_is_timed_by_its_own_clock(shape, capsys, monkeypatch):
+    """The GPU's way through the command, with the host in the place of the GPU."""
+    fake_gpu.install(monkeypatch, FakeDriver(gpus=(RTX_4090,)))
+    clocks, ceilings = [], Ceilings({"bf16": 1e14, "e4m3": 2e14}, 9e11)
+    monkeypatch.setattr("llmq.bench.configuration.CudaClock", lambda: clocks.append(Clock()) or clocks[0])
+    monkeypatch.setattr("llmq.bench.ladder.measure_ceilings", lambda kind, dtypes: ceilings)
+    assert run("swiglu_*", *shape[:-1]) == 0
+    told = capsys.readouterr().out
+    assert "NVIDIA GeForce RTX 4090" in told and "bf16 100 TFLOP/s (61% of the peak)" in told
+    assert told.count("| swiglu_") == 2 and len(clocks) == 1
 
 
 def test_the_list_measures_nothing(shape, capsys, monkeypatch):

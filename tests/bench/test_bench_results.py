@@ -1,9 +1,12 @@
 """Results as data: what is kept of readings, the file, and what is printed."""
 
+import io
 import json
 import math
+import re
 
 import pytest
+from rich.console import Console
 from tiny_engines import FP32, plan_of
 
 from llmq.bench import results as bench_results
@@ -51,6 +54,14 @@ def test_a_result_says_what_was_measured():
     assert r["ceiling_share"] == pytest.approx(0.345) and r["losses"] == [4.5, 4.25]
     assert r["memory"] == {"plan_bytes": plan_of(FP32).total_bytes, "used_bytes": 12345, "nvml_bytes": 2**31}
     assert r["gpu"]["other_processes"] == 0 and r["ladder"][0]["family"] == "linears forward"
+
+
+@pytest.mark.parametrize(
+    ("gaps_ms", "named"), [(55.0, r"gaps\W+55\.000\W+55\.0%"), (-5.0, r"overlap\W+-5\.000\W+-5\.0%")]
+)
+def test_what_ops_do_not_explain_is_gaps_or_overlap(gaps_ms, named):
+    bench_results.show(console := Console(file=io.StringIO(), width=100), {**result(), "gaps_ms": gaps_ms})
+    assert re.search(named, console.file.getvalue())
 
 
 def test_the_gpu_is_a_median_and_a_share_of_the_time():

@@ -111,6 +111,8 @@ def test_scratch_of_the_exact_kernels_is_one_number_per_query_and_head():
     assert scratch == {"attention_forward": 0, "attention_backward": 2 * 6 * 64 * 4}
     with pytest.raises(UsageError, match="float64: use --device cpu"):
         planned("attention_forward", (2, 64, 160), "fp64", **chosen)
+    with pytest.raises(UsageError, match="head_dim up to 256, not 264: use --model-dtype bf16 or --device cpu"):
+        planned("attention_forward", (2, 64, 10 * 264), "fp32", **numbers(replace(SMALL, hd=264), None))
 
 
 SOME, MORE = [90], [80, 86, 89, 100, 120]

@@ -223,6 +223,15 @@ def test_all_orders_of_four_are_equally_likely() -> None:
     assert len(counts) == 24 and ((counts - 1000) ** 2 / 1000).sum() < 23 + 5 * np.sqrt(46)
 
 
+@pytest.mark.parametrize("size", [3, 5, 23])
+def test_every_sample_comes_equally_often_at_every_place(size: int) -> None:
+    orders = sample_order(np.arange(4000 * size), size, 3).reshape(4000, size)
+    counts = np.stack([np.bincount(orders[:, place], minlength=size) for place in range(size)])
+    freedom = (size - 1) ** 2
+    chi2 = ((counts - 4000 / size) ** 2 / (4000 / size)).sum()
+    assert abs(chi2 - freedom) < 5 * np.sqrt(2 * freedom) + 5
+
+
 def test_neighbours_are_thrown_apart() -> None:
     n = 100_003
     order = sample_order(np.arange(n), n, 5)

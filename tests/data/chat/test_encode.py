@@ -64,6 +64,28 @@ def test_gsm8k_trains_exactly_the_answers_and_their_ends(shared, name, template)
     assert encoder.counts.rows == encoder.counts.documents == len(rows)
 
 
+@pytest.mark.judge
+@pytest.mark.parametrize("name", ["chatml_generation", "chatml", "zephyr", "qwen3"])
+def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(shared, name):
+    """Chats of two questions. Of a chat that makes two documents, the second is the whole of it."""
+    transformers = pytest.importorskip("transformers", reason="the judge is transformers")
+    qwen = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
+    judge, masked = transformers.AutoTokenizer.from_pretrained(qwen.folder), "generation" in name
+    lines = [json.loads(line) for line in shared("gsm8k-test.jsonl").read_text("utf-8").splitlines()[:200]]
+    turns = [[{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in lines]
+    rows = records([{"messages": one + other} for one, other in zip(turns[::2], turns[1::2], strict=True)])
+    encoder = opened(rows, qwen, chat_template=source(name))
+    documents = {document.place: document for document in encoder.encode(rows)}
+    wanted = {"chat_template": source(name), "return_dict": True, "return_assistant_tokens_mask": masked}
+    for row in rows:
+        judged, (_, ids, trained, _) = judge.apply_chat_template(row.value["messages"], **wanted), documents[row.place]
+        assert ids.tolist() == list(judged["input_ids"])
+        if masked:
+            spoken = np.array(judged["assistant_masks"], bool)
+            assert trained[spoken].all() and ids[trained & ~spoken].tolist() == list(encoder.end_token_ids) * 2
+    assert encoder.counts.documents == len(rows) * (1 + (name == "qwen3"))
+
+
 def test_chats_that_become_several_documents_are_counted(small):
     """Qwen3's template writes earlier turns without their reasoning, so each turn is a document of its own."""
     rows = [{"messages": ONE * count} for count in (2, 1, 3)]

@@ -244,6 +244,23 @@ def test_tokens_at_the_borders_are_trained_as_transformers_masks_them():
         assert ours == [here or at in ends for at, here in enumerate(spoken)]
 
 
+@pytest.mark.judge
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_blocks_of_every_convention_are_masked_as_transformers_does(name, tmp_path):
+    """But for an end token outside the block, which is trained here."""
+    from golden.make_chats import judge
+
+    used, chat = convention(name), [*ASKED, *ASKED]
+    wanted = {"chat_template": used.source, "return_dict": True, "return_assistant_tokens_mask": True}
+    theirs = judge(tmp_path).apply_chat_template(chat, **wanted)
+    (sample,) = samples(used, Chat(chat), TrainOn(), SPECIAL)
+    encoding = chat_tokenizer().encode(sample.text, add_special_tokens=False)
+    assert encoding.ids == list(theirs["input_ids"])
+    trained = zip(trained_tokens(encoding, sample.spans), theirs["assistant_masks"], encoding.tokens, strict=True)
+    differ = [(bool(ours), token) for ours, spoken, token in trained if ours != spoken]
+    assert differ == [(True, "<|im_end|>")] * 2 * (name == "end outside")
+
+
 @pytest.mark.parametrize("strip", [False, True])
 def test_the_tokens_of_a_span_are_those_that_hold_its_characters(strip):
     """Against a search over all offsets, on every pair of borders; with and without white space in tokens."""
