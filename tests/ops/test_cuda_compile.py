@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -461,6 +462,27 @@ def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, dtype, wid
     for name, entry, constants, _ in launches.found:
         used = compiled(name, capability, constants)[0][entry]
         assert used.spill_bytes <= WIDE[dtype, width] * (entry == "rmsnorm_backward"), (entry, used, constants)
+
+
+@pytest.mark.slow
+@pytest.mark.sample("sweep")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_dim", [12, 18, 20, 100])
+def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
+    """Half of a head is a multiple of 2 and not of 4. Where it is odd, they are in fp32, by twos in qk_norm only."""
+    launches.capability, heads = capability, {"num_heads": 4, "num_kv_heads": 2}
+    table, positions = launches.tensor((64, head_dim), "fp32"), launches.tensor((2, 64), "int32")
+    copies = ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)) if head_dim % 4 == 0 else ((None,),)
+    for dtype, forms in product(("bf16", "fp32") if head_dim % 4 == 0 else ("fp32",), copies):
+        qkv, weight = launches.tensor((2, 64, 8 * head_dim), dtype), launches.tensor((head_dim,), dtype)
+        written = launches.output(qkv.shape, dtype, *forms)
+        weights = [launches.output((head_dim,), dtype, None) for _ in range(2)]
+        stat = launches.tensor((2, 64, 6), "fp32")
+        OPS.qk_norm_backward(written, *weights, qkv, qkv, weight, weight, stat, **heads)
+        OPS.rope_backward(written, qkv, table, positions, **heads)
+    for name, entry, constants, _ in launches.found:
+        used = compiled(name, capability, constants)[0][entry]
+        assert not used.spill_bytes and used.registers <= REGISTERS[entry], (entry, used, constants)
 
 
 def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...]) -> None:
