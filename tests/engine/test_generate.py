@@ -225,13 +225,12 @@ def test_what_a_trainer_writes_costs_a_cache_and_changes_nothing(precision):
     assert found[0] != found[1] and all(len(text) == 6 for text in found[0])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_trainer_writes_what_a_generator_of_its_weights_writes(method):
-    completions = {"completions": Completions(3, T, 64, packed=False), "adapters": METHODS[method]}
-    engine = engine_of(plan_of(FP32, **completions))
-    prompts = [[VIRTUAL] * METHODS[method].num_virtual + prompt for prompt in PROMPTS]
+@pytest.mark.parametrize("adapters", [*METHODS.values(), *(Prefix(3, base=base) for base in ("e4m3", "int8"))])
+def test_a_trainer_writes_what_a_generator_of_its_weights_writes(adapters):
+    engine = engine_of(plan_of(FP32, completions=Completions(3, T, 64, packed=False), adapters=adapters))
+    prompts = [[VIRTUAL] * adapters.num_virtual + prompt for prompt in PROMPTS]
     written = texts(Generator.beside(engine), prompts, 5)
-    assert written == texts(opened(adapters=METHODS[method]), prompts, 5)
+    assert written == texts(opened(adapters=adapters), prompts, 5)
 
 
 @pytest.mark.quick("3-host")
