@@ -203,14 +203,14 @@ def resumes(given: dict[str, Any], count: int, chance: random.Random) -> str:
 def saves(given: dict[str, Any], count: int) -> str:
     seen: list[tuple[int, int, int]] = []
 
-    def watch(record: Any) -> None:
+    def watch(run: Any, record: Any) -> None:
         if record.step in (count // 4, count):
             status = Path("/proc/self/status").read_text("ascii")
             resident = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
             seen.append((int(resident.split()[1]) << 10, len(os.listdir("/proc/self/fd")), len(idle_threads())))
 
     console = open(os.devnull, "w")  # noqa: SIM115
-    llmq.train(**{**given, **EACH_STEP, "steps": count, "name": "long", "console": console}, watch=watch)
+    llmq.train(**{**given, **EACH_STEP, "steps": count, "name": "long", "console": console}, callbacks=[watch])
     console.close()
     (memory, files, threads), (memory_after, files_after, threads_after) = seen
     assert memory_after - memory < FLAT_BYTES, f"memory grew by {memory_after - memory:,} bytes"

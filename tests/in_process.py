@@ -80,8 +80,9 @@ def run_ranks(size: int, work: Callable[[World], Result]) -> list[Result]:
     return results
 
 
-def train_on_ranks(size: int, values: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """The results of a run on all of its ranks, with these options that are not None; what the first rank printed."""
+def train_on_ranks(size: int, values: Mapping[str, Any], callbacks: Sequence[Any] = ()) -> tuple[list[Any], str]:
+    """The results of a run on all of its ranks, with these options that are not None, and callbacks on the first one;
+    what that printed."""
     from llmq.options.parse import Options
     from llmq.training.ranks import Ranks
     from llmq.training.train import run
@@ -90,7 +91,8 @@ def train_on_ranks(size: int, values: Mapping[str, Any]) -> tuple[list[Any], str
 
     def work(world: World) -> Any:
         given = {key: value for key, value in values.items() if value is not None and key != "console"}
-        return run(Options.parse(given), console=consoles[world.rank], ranks=Ranks(world))
+        about = {"console": consoles[world.rank], "callbacks": () if world.rank else callbacks}
+        return run(Options.parse(given), ranks=Ranks(world), **about)
 
     results = run_ranks(size, work)
     assert not any(console.getvalue() for console in consoles[1:])

@@ -46,6 +46,7 @@ OWNERS = {
     "OptimizerOptions": "llmq.model.optimizer",
     "RegularizationOptions": "llmq.plan.spec",
     "LogOptions": "llmq.training.log",
+    "StoppingOptions": "llmq.training.callbacks",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
     "LaunchOptions": "llmq.comm.launch",
@@ -94,7 +95,8 @@ def imported(module: str, *, at_import: bool = False) -> frozenset[str]:
 def at_import_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a module that run when it is imported: not the bodies of functions."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not is_for_types and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
             yield from at_import_nodes(child)
 

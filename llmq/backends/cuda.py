@@ -192,6 +192,11 @@ class DeviceMemory:
         self._stream.synchronize()
         return [float(value[0]) for value in found]
 
+    def settle(self) -> None:
+        """Waits for the stream of the plan, and for the one that CuPy's callers use."""
+        cupy.cuda.get_current_stream().synchronize()
+        self._stream.synchronize()
+
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
         array = self._arrays[name]

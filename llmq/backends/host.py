@@ -81,6 +81,9 @@ class HostMemory:
         """Sets every element of a storage."""
         set_every(self._arrays[name], value)
 
+    def settle(self) -> None:
+        """Nothing: all is done when a call returns."""
+
 
 def set_every(array: np.ndarray, value: float) -> None:
     """Sets every element of a contiguous array, to zero at the speed of memory.

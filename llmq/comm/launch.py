@@ -241,14 +241,14 @@ class Running:
         code = failed[rank]
         if code < 0:
             others = (self._logs[other] for other, its in failed.items() if its == lost)  # say what rank 0 cannot
-            said = _tail(self._logs[rank] or next(others, None))
+            said = tail_of(self._logs[rank] or next(others, None))
             say(f"rank {rank} was ended by {signal.Signals(-code).name}{said}")
         elif ended.get(0) != code:
-            say(f"rank {rank} ended with exit code {code}{_tail(self._logs[rank])}")
+            say(f"rank {rank} ended with exit code {code}{tail_of(self._logs[rank])}")
         return code if code > 0 else lost
 
 
-def _tail(log: Path | None) -> str:
+def tail_of(log: Path | None) -> str:
     """The last lines of what a rank printed, below a heading; nothing of rank 0."""
     lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL:] if log else []
     return "".join([f"; the end of {log}:" if lines else "", *(f"\n  {line}" for line in lines)])

@@ -183,6 +183,14 @@ class StoreServer:
         self._door.close()
         self._clock.join()
 
+    def refuse(self, problem: str) -> None:
+        """Unless all are here, tells the ranks that wait, and those that still come, why the others will not."""
+        with self._changed:
+            if not self._has_met and not self._problem:
+                self._problem = problem
+                for member in self._members.values():
+                    member.tell({"error": problem})
+
     def _serve(self, channel: Channel, address: str) -> None:
         """One rank, from its first message to its end."""
         match hello := channel.receive(time.monotonic() + HANDSHAKE_S):
@@ -264,12 +272,10 @@ class StoreServer:
         while not self._is_closed.wait(TICK_S):
             now = time.monotonic()
             with self._changed:
-                if not self._has_met and not self._problem and now > self._deadline[0]:
+                if now > self._deadline[0]:
                     missing = in_words(set(range(self._size)) - self._members.keys())
                     said = f"of {self._size} ranks, {missing} did not come within {self._deadline[1]:g} s"
-                    self._problem = "; ".join([said, *self._notes])
-                    for member in self._members.values():
-                        member.tell({"error": self._problem})
+                    self.refuse("; ".join([said, *self._notes]))
                 for watched in self._watched.values():
                     watched.tick(min(now - before, 2 * TICK_S))
                 self._judge()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llmq.options.run import CheckpointOptions
 
 NEWEST, AUTO = "newest", "auto"
-EVAL_LOSS = "eval/loss"
+EVAL_LOSS = "eval/loss"  # as manifests name it
 SAVE_NOW = "save"  # the file beside the checkpoint folder that asks a run for a checkpoint
 Warn = Callable[[str], None]
 MOST_NAMED = 10  # differences from a checkpoint
@@ -43,7 +43,7 @@ class Checkpoints:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self.folder = Path(options.checkpoint_dir)
-        self.keep = Keep(options.ckpt_keep_n, options.ckpt_major, options.save_best)
+        self.keep = Keep(options.ckpt_keep_n, options.ckpt_major, EVAL_LOSS if options.save_best else None)
         self.resets = frozenset(options.reset or ())
         self._interval = options.ckpt_interval
         self._continue = options.continue_

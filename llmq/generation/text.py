@@ -12,8 +12,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmq.adapters.method import NO_ADAPTERS
-from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
@@ -21,8 +19,8 @@ from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.engine.generate import Generator, Pace, generate, open_generator, plan_generation
 from llmq.errors import StorageError, UsageError
 from llmq.files.huggingface import end_tokens
-from llmq.files.source import Values, find_source, open_parameters
 from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces, questions_of
+from llmq.generation.weights import ModelWeights
 from llmq.hardware import device as hardware
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
@@ -47,24 +45,16 @@ class Writer:
     def __init__(self, settings: GenerateOptions, *, logprobs: bool = False, reads_text: bool = True) -> None:
         self.settings, self.course = settings, Pace()
         self.sampling = Sampling(**{name: getattr(settings, name) for name in SAMPLING}, logprobs=logprobs)
-        found: list[str] = []
-        self._source = find_source(
-            settings.model, revision=settings.revision, from_scratch=settings.from_scratch, say=found.append
-        )
-        self._adapter: StoredAdapter | None = None
-        if settings.adapter is not None:
-            self._adapter = open_adapter(Path(settings.adapter), self._source.config)
-        trained_on = self._adapter.trained_on if self._adapter else None
-        self._held = held_for([trained_on], settings.base_dtype, None)
-        base = self._adapter and self._adapter.check_base(self._source, settings.seed)
-        held = f"The weights of the layers are held in {self._held}" if self._held.is_quantized else None
+        names = ("adapter", "base_dtype", "revision", "from_scratch", "seed")
+        self.weights = ModelWeights.find(settings.model, **{name: getattr(settings, name) for name in names})
+        self._source = self.weights.source
         self._device = hardware.pick(settings.device)
-        self.notes = [*found, *(text for text in (self._device.note, base, held) if text)]  # what the user should know
+        self.notes = [*self.weights.notes, *([self._device.note] if self._device.note else [])]  # for the user
         own = self._source.preset_tokenizer if reads_text or settings.stop else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))
-        num_virtual = self._adapter.adapters.num_virtual if self._adapter else 0
-        self.reader = PromptReader(tokenizer, self._source.config.vocab_size, settings.chat_template, num_virtual)
+        about = (self._source.config.vocab_size, settings.chat_template, self.weights.adapters.num_virtual)
+        self.reader = PromptReader(tokenizer, *about)
         ends = stop_tokens(self._source.config, self._source.folder, tokenizer)
         special = {text: self.reader.special_token(text) for text in settings.stop}
         self._stop = frozenset[int]() if settings.ignore_end else ends
@@ -114,21 +104,16 @@ class Writer:
             )
         dtype = self.settings.dtype or ("bf16" if where.kind == "cuda" else "fp32")
         precision = Precision(dtype, dtype, m=dtype, v=dtype, master=dtype, grad=dtype)
-        adapters = NO_ADAPTERS if self._adapter is None else self._adapter.adapters.without_dropout()
-        spec = Spec(config, precision, Memory(), Hyperparameters(), batch_size, length, adapters=adapters)
+        sizes = (batch_size, length)
+        spec = Spec(config, precision, Memory(), Hyperparameters(), *sizes, adapters=self.weights.adapters)
         packed = hardware.packing_problem(where, dtype) is None
         decoding = Decoding(spec, self.sampling, rows, packed)
         free = hardware.memory_bytes(where)[1]
         backend = open_backend(where.kind)
         refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), Limits(free))
-        values = self.values()
+        values = self.weights.values()
         self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
         self._generator.warm_up()
-
-    def values(self) -> Values:
-        """The weights that it writes with, and the adapter's."""
-        model = open_parameters(self._source, self.settings.seed)
-        return as_held(self._held, model) if self._adapter is None else self._adapter.values(model, self._held)
 
     def _taken(self, prompts: Sequence[Sequence[int]], max_tokens: int, live: bool) -> Iterator[Answer]:
         assert self._generator is not None

@@ -43,7 +43,15 @@ from llmq.options.maths import (
     ShardingOptions,
     final_fraction,
 )
-from llmq.options.run import CheckpointOptions, ExportOptions, LaunchOptions, LogOptions, RunOptions, SystemOptions
+from llmq.options.run import (
+    CheckpointOptions,
+    ExportOptions,
+    LaunchOptions,
+    LogOptions,
+    RunOptions,
+    StoppingOptions,
+    SystemOptions,
+)
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
 ALTERNATIVES = (
@@ -96,6 +104,7 @@ class Options:
     optimizer: OptimizerOptions
     regularization: RegularizationOptions
     log: LogOptions
+    stopping: StoppingOptions
     checkpoint: CheckpointOptions
     export: ExportOptions
     system: SystemOptions
@@ -232,12 +241,21 @@ def continue_command(options: Options, start: Sequence[str]) -> str:
 
     It is `start`, which takes the arguments of `llmq-train`, with the options that differ from their defaults.
     """
-    given = minimal(options)
+    return shlex.join([*start, *_flags(minimal(options)), "--continue"])
+
+
+def arguments_of(options: Options) -> list[str]:
+    """The arguments with which llmq-train has these options."""
+    values = options.to_flat()
+    once = {key: value for key in ("continue", "reset") if (value := values[key]) is not None}
+    return _flags({**minimal(options), **once})
+
+
+def _flags(given: Mapping[str, Any]) -> list[str]:
     values = {
         key: given[key] if isinstance(given[key], list) else [given[key]] for key in descriptions() if key in given
     }
-    flags = [written(key, value, "=") for key, several in values.items() for value in several]
-    return shlex.join([*start, *flags, "--continue"])
+    return [written(key, value, "=") for key, several in values.items() for value in several]
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

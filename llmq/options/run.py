@@ -11,6 +11,7 @@ from pydantic import BeforeValidator
 from llmq.options.field import (
     Count,
     Int,
+    NonNegative,
     Path,
     Positive,
     Section,
@@ -36,6 +37,10 @@ def _which_checkpoint(value: Any) -> Any:
 
 Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, BeforeValidator(with_commas)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
+
+
+# What releases before this called eval/loss is the eval_loss of logs and of Python.
+Metric = Annotated[Literal["eval_loss"], BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value)]
 
 
 class LogOptions(Section):
@@ -69,13 +74,30 @@ class LogOptions(Section):
             yield f"{shows}, and --eval-every-n-steps 0 makes none: leave one of them out"
 
 
+class StoppingOptions(Section):
+    title = "Early stopping"
+    early_stopping_patience: Positive | None = option(
+        None, "Stop when the metric has not improved in N evaluations in a row.", "patience", shown="off"
+    )
+    early_stopping_metric: Text = option(
+        "eval_loss", "What must improve: eval_loss, or a number that a callback logs.", metavar="NAME"
+    )
+    early_stopping_min_delta: NonNegative = option(0.0, "Least difference that counts as an improvement.")
+
+    def contradictions(self) -> Iterator[str]:
+        given = {"early_stopping_metric": "eval_loss", "early_stopping_min_delta": 0.0}
+        for key, default in given.items():
+            if self.early_stopping_patience is None and getattr(self, key) != default:
+                yield f"{self.written(key)} is for early stopping: add --early-stopping-patience, or leave it out"
+
+
 class CheckpointOptions(Section):
     title = "Checkpoints"
     checkpoint_dir: Path = option(f"{RUN_FOLDER}/checkpoints", "Folder for checkpoints.")
     ckpt_interval: Count = option(100, "Save a checkpoint every N steps; 0 saves only at the end.", "save_steps")
     ckpt_keep_n: Count = option(2, "Newest checkpoints to keep; 0 keeps all.", "save_total_limit")
     ckpt_major: Count = option(0, "Save at multiples of N steps, too, and never delete these checkpoints; 0 for none.")
-    save_best: Literal["eval/loss"] | None = option(
+    save_best: Metric | None = option(
         None, "Save after each evaluation that is the best so far, and never delete the best checkpoint.", shown="off"
     )
     continue_: Checkpoint = option(

@@ -56,7 +56,7 @@ STYLE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """One run in the figure. `loss` has NaN where it was not finite; `smooth` is its running mean."""
 
     label: str
@@ -113,12 +113,12 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
     return out
 
 
-def _run(log: Log, label: str, colour: str) -> Run:
+def _run(log: Log, label: str, colour: str) -> PlottedRun:
     loss = _finite(log.train["loss"])
-    return Run(label, colour, log, loss, smoothed(loss, loss.size // 60))
+    return PlottedRun(label, colour, log, loss, smoothed(loss, loss.size // 60))
 
 
-def _draw(figure: Figure, runs: Sequence[Run]) -> None:
+def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
     top = 0.825 if len(runs) == 1 else 0.87  # one run has a line of facts under its name
     grid = figure.add_gridspec(
         2, 3, height_ratios=(1.45, 1), left=0.055, right=0.985, bottom=0.075, top=top, wspace=0.2, hspace=0.38
@@ -153,7 +153,7 @@ def _draw(figure: Figure, runs: Sequence[Run]) -> None:
     _finish(figure, (loss, held_out, norm, rate, speed), runs)
 
 
-def _mark_lost_steps(axes: Axes, runs: Sequence[Run]) -> None:
+def _mark_lost_steps(axes: Axes, runs: Sequence[PlottedRun]) -> None:
     """Crosses at the foot of the panel where a loss or gradient was not finite."""
     for run in runs:
         train = run.log.train
@@ -165,7 +165,7 @@ def _mark_lost_steps(axes: Axes, runs: Sequence[Run]) -> None:
             axes.plot([], [], "x", color=run.colour, markersize=5, label=f"{lost.size} {noun} not finite")
 
 
-def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None:
+def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[PlottedRun]) -> None:
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     loss, held_out, norm, rate, speed = panels
@@ -199,7 +199,7 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[Run]) -> None
         text.set_parse_math(False)
 
 
-def _summary(run: Run) -> str:
+def _summary(run: PlottedRun) -> str:
     """One line: model, steps, last losses, speed."""
     log, model = run.log, run.log.header.get("model")
     parts = [str(model["path"])] if isinstance(model, dict) and model.get("path") else []

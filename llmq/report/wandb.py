@@ -128,7 +128,21 @@ def _history(log: Log) -> dict[int, dict[str, float]]:
             if not np.isnan(written := float(table["time"][row])):
                 values["_timestamp"] = written
             history.setdefault(step, {}).update(values)
+    for step, values in _own_metrics(log).items():
+        history.setdefault(step, {}).update(values)
     return dict(sorted(history.items()))
+
+
+def _own_metrics(log: Log) -> dict[int, dict[str, float]]:
+    """What callbacks logged, by step, as `metrics/NAME`."""
+    found: dict[int, dict[str, float]] = {}
+    for event in log.events:
+        if event["type"] == "resume":
+            found = {step: values for step, values in found.items() if step <= event["step"]}
+        elif event["type"] == "metrics":
+            values = {f"metrics/{name}": float(value) for name, value in event["values"].items()}
+            found.setdefault(event["step"], {}).update(values)
+    return found
 
 
 def _samples(log: Log) -> dict[int, list[list[str]]]:

@@ -1,7 +1,7 @@
 """Hooks of the training loop: what is called at the moments of a run, what it sees then, and what it may ask for.
 
 A hook sees a `RunView`, which is frozen, and asks by what it returns. All ranks have the same hooks, which must ask for
-the same on each of them. Here are those that write the log, the one of Python's callers, and a method of adaptation's.
+the same on each of them. Here are those that write the log, and a method of adaptation's.
 """
 
 import math
@@ -24,9 +24,7 @@ from llmq.hardware import nvml
 from llmq.hardware.device import Device
 from llmq.training.log import SUMMARY, RunLog
 from llmq.training.progress import Progress
-from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, TrainResult
-
-Watch = Callable[[TrainRecord | EvalRecord], None]
+from llmq.training.records import EvalRecord, GpuRecord, History, TrainRecord, TrainResult
 
 
 class Ask(Flag):
@@ -40,11 +38,12 @@ class Ask(Flag):
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment: how far it is, and of how many steps."""
+    """A run at one moment: how far it is, of how many steps, and the metrics so far."""
 
     progress: Progress
     num_steps: int
     find_engine: Callable[[], Engine]
+    history: History
 
     @property
     def engine(self) -> Engine:
@@ -94,22 +93,6 @@ class Hook:
         """The run has ended without an error."""
 
 
-class Watcher(Hook):
-    """Calls the `watch` of `llmq.train` with each record."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def after_step(self, run: RunView, record: TrainRecord) -> None:
-        """Gives it the record of a step."""
-        self._watch(record)
-
-    def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
-        """Gives it the record of an evaluation."""
-        if record is not None:
-            self._watch(record)
-
-
 class MethodHook(Hook):
     """Lets a method of adaptation do what it does around a step."""
 
@@ -136,14 +119,20 @@ class LogHook(Hook):
     def __init__(self, log: RunLog, backend: Backend, began: float, resume: str, *, is_saved: bool) -> None:
         self._log, self._backend, self._began, self._resume, self._is_saved = log, backend, began, resume, is_saved
         self._first_step_s = math.nan
-        self.speeds: list[float] = []  # of the steps, in tokens per second
+        self.history = History()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether this process has done a step."""
+        return "loss" in self.history
 
     def after_step(self, run: RunView, record: TrainRecord) -> None:
         """The step, where it gets a line; after the first one the algorithms that decide the run's bits."""
-        self.speeds.append(record.tps)
+        is_first = not self.has_stepped
+        self.history.add(record.step, record.values)
         if self._log.due(record.step, last=run.is_last) or not record.applied:
             self._log.train(record)
-        if len(self.speeds) == 1:
+        if is_first:
             self._first_step_s = time.perf_counter() - self._began
             for text in self._backend.notices:
                 self._log.notice(text)
@@ -153,6 +142,7 @@ class LogHook(Hook):
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
         """The evaluation."""
         if record is not None:
+            self.history.add(record.step, {f"eval_{name}": value for name, value in record.values.items()})
             self._log.evaluation(record)
 
     def on_save(self, run: RunView, path: Path, step: int) -> None:
@@ -181,16 +171,18 @@ class LogHook(Hook):
 
         `light_s` are seconds for a token at the speed of light.
         """
-        steady = self.speeds[1:] or self.speeds
-        speed = float(np.median(steady)) if steady else math.nan
+        speeds = self.history.get("tps", np.array([]))
+        steady = speeds[1:] if speeds.size > 1 else speeds
+        speed = float(np.median(steady)) if steady.size else math.nan
         return TrainResult(
             steps=now.step,
             train_loss=now.train_loss,
             eval_loss=now.eval_loss,
             tokens_per_second=speed,
-            sol=light_s * speed if steady else None,
+            sol=light_s * speed if steady.size else None,
             first_step_s=self._first_step_s,
             log_path=self._log.path,
+            history=self.history,
             **about,
         )
 

@@ -8,6 +8,7 @@ The file has one JSON object per line, with a `type`:
     eval        one evaluation: the fields of EvalRecord, and tps
     samples     completions of --sample-prompts after `step` updates: a list of the prompt, messages or tokens of each,
                 its `text` (null without a tokenizer), its `new_tokens`, and its `end`: stop, or length
+    metrics     what callbacks logged after `step` updates: `values`, numbers by name
     gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
     algorithms  the table of matrix-product algorithms of a GPU, or the threads of BLAS, which decide the run's bits
@@ -181,7 +182,7 @@ class RunLog:
             self.say(f"Epoch {epoch}")
         self._epoch = epoch
         self.say(record.line(self._num_steps, details=self._verbosity >= DETAILS))
-        self.record("train", **asdict(record), tps=record.tps)
+        self.record("train", **record.values)
         if not record.applied:
             self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
 
@@ -189,7 +190,7 @@ class RunLog:
         """One [V] line and its record."""
         self._step = record.step
         self.say(record.line(self._num_steps), least=SUMMARY)
-        self.record("eval", **asdict(record), tps=record.tps)
+        self.record("eval", **record.values)
 
     def gpu(self, record: GpuRecord) -> None:
         """One [G] line and its record."""

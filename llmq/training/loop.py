@@ -62,7 +62,10 @@ class Loop:
             left = {"exit_code": self.exit_code or self.interrupt.exit_code}
         else:
             left = export_all(self.ready, self.engine, self.progress, batch)
-        result = self.report.result(self.progress, self.light_s, checkpoint_path=self.saving.path, **left)
+        plan, backend = self.ready.plan, self.ready.backend
+        memory = {"planned": plan.total_bytes, "peak": backend.peak_bytes()}
+        about = {**left, "checkpoint_path": self.saving.path, "memory": memory}
+        result = self.report.result(self.progress, self.light_s, **about)
         self._tell("on_end", result)
         return replace(result, warnings=tuple(self.log.warnings))
 
@@ -77,7 +80,7 @@ class Loop:
                 self._evaluate_if_due()  # where an interrupt kept the continued run from it
                 report(self.progress.step, self.num_steps)
                 while self.progress.step < self.num_steps and not self._ends():
-                    is_first = not self.report.speeds  # which compiles kernels
+                    is_first = not self.report.has_stepped  # which compiles kernels
                     with self.ranks.long("its first step") if is_first else nullcontext():
                         batch = self._step(loader)
                     report(self.progress.step, self.num_steps)
@@ -159,14 +162,14 @@ class Loop:
         if now.evaluated >= now.step or not (self.log.eval_due(now.step, last=run.is_last) or Ask.EVALUATE in asked):
             return Ask.NOTHING
         if self.ready.data.eval is None:  # no evaluation, but a moment for hooks; a resumed run does not repeat it
-            return self._tell("on_evaluate", None) if self.report.speeds else Ask.NOTHING
+            return self._tell("on_evaluate", None) if self.report.has_stepped else Ask.NOTHING
         if (found := evaluate(self.ready, self.engine, now, self._ends, is_last=run.is_last)) is None:
             return Ask.NOTHING
         self.progress, record = found
         return self._tell("on_evaluate", record)
 
     def _view(self) -> RunView:
-        return RunView(self.progress, self.num_steps, lambda: self.engine)
+        return RunView(self.progress, self.num_steps, lambda: self.engine, self.report.history)
 
     def _tell(self, moment: str, *about: object) -> Ask:
         """Calls a method of all hooks, in order; what they ask for. One that asks to stop makes this step the last."""

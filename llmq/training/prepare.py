@@ -14,7 +14,6 @@ from llmq.data.tokens.tokenizer import num_ids, rebuilt_warning
 from llmq.disk import check_free_space
 from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError
-from llmq.files.checkpoint import EVAL_LOSS
 from llmq.files.source import open_parameters, open_source
 from llmq.files.writers import checkpoint_bytes
 from llmq.generation.prompts import read_questions
@@ -29,6 +28,7 @@ from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import Report
+from llmq.training.callbacks import early_stopping
 from llmq.training.describe import describe, describe_dry, level_lines
 from llmq.training.evaluation import SamplePrompts, open_samples
 from llmq.training.finish import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
@@ -149,11 +149,16 @@ def _schedule(start: Start, data: Data) -> Schedule:
     """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for."""
     earlier, checkpoints = start.earlier, start.earlier.checkpoints
     evaluates = data.eval is not None and start.log.eval_due(0, last=True)
-    if data.is_there and checkpoints.saves_best and not evaluates:
-        raise UsageError(
-            f"--save-best {EVAL_LOSS} goes by evaluations, and this run makes none: give evaluation data and "
-            "--eval-every-n-steps above 0, or leave it out"
-        )
+    by_evaluation = {
+        "--save-best": checkpoints.saves_best,
+        "--early-stopping-patience": bool(early_stopping(start.asked.stopping)),
+    }
+    for name, is_asked in by_evaluation.items():
+        if is_asked and data.is_there and not evaluates:
+            raise UsageError(
+                f"{name} goes by evaluations, and this run makes none: give evaluation data and --eval-every-n-steps "
+                "above 0, or leave it out"
+            )
     begun = earlier.step if "lr" in checkpoints.resets else earlier.state.get("rate_from", 0)
     per_step = data.samples_per_step
     windows = data.train.num_windows if data.is_there else UNKNOWN_STEPS * per_step  # long enough for any run

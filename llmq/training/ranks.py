@@ -20,6 +20,7 @@ from llmq.options.parse import Options, shown
 from llmq.plan import levels
 
 if TYPE_CHECKING:
+    from llmq.comm.environment import Place
     from llmq.comm.membership import Membership
     from llmq.comm.store import Beat
 
@@ -126,23 +127,24 @@ class Ranks:
 
 
 @contextmanager
-def joined(options: Options) -> Iterator[Ranks]:
-    """The ranks of the run that this process is one of, by the variables of what started it; alone without any.
+def joined(options: Options, place: Place | None = None) -> Iterator[Ranks]:
+    """The ranks of the run that this process is one of, as the one at `place`, or by the variables of what started it;
+    alone without any.
 
     UsageError for variables that contradict each other or `--gpus`, for other options than other ranks have, and where
-    several processes are asked for, which are the command's to start. WorldError where ranks do not come.
+    several processes are asked for, which are the caller's to start. WorldError where ranks do not come.
     """
     if options.to_flat()["dry_run"]:
         size, where = device.planned_gpus(options.system), device.pick_device(options.system)
         yield Ranks(device=replace(where, num_sharing=size), planned=size, can_restart=size > 1)
         return
     gpus = options.to_flat()["gpus"]
-    place = recognised(os.environ, gpus)
+    place = place or recognised(os.environ, gpus)
     if starts_ranks(options.to_flat()["launcher"], place, gpus):
         asked = f"--gpus {gpus}" if gpus != 1 else "--launcher ray"
         raise UsageError(
-            f"{asked} needs several processes, and llmq.train() trains in this one alone: the command llmq-train "
-            "starts them, as do llmq-launch, torchrun, srun and mpirun"
+            f"{asked} needs several processes, and this is one alone: llmq-train and llmq.train() start them, as do "
+            "llmq-launch, torchrun, srun and mpirun"
         )
     if place is None:
         yield Ranks()

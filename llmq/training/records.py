@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,11 @@ class _Timed:
     def tps(self) -> float:
         """Tokens per second, over all tokens."""
         return 1000.0 * self.tokens / self.time_ms if self.time_ms > 0 else math.nan
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its fields, and `tps`, by name."""
+        return {**vars(self), "tps": self.tps}
 
     def _place(self, num_steps: int) -> str:
         share = f"{100 * self.step / num_steps:5.1f}%" if num_steps else "   n/a"
@@ -118,6 +123,34 @@ class GpuRecord:
         return " | ".join([f"[G] step {self.step:5d}", *(part for part in parts if part)])
 
 
+class History(Mapping[str, np.ndarray]):
+    """Metrics of a run by name: the values of each, in the order in which they came, with NaN where one is not known.
+
+    `history["eval_loss"]` are the losses of evaluations, `history.steps("eval_loss")` their steps.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[int, float]]] = {}
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds a value after `step` updates for each name."""
+        for name, value in values.items():
+            self._found.setdefault(name, []).append((step, math.nan if value is None else float(value)))
+
+    def steps(self, name: str) -> np.ndarray:
+        """The steps (n,) int64 of the values of a metric."""
+        return np.array([step for step, _ in self._found[name]], np.int64)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.array([value for _, value in self._found[name]], np.float64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
 @dataclass(frozen=True)
 class TrainResult:
     """What a run made. Losses are nats per trained token; paths are None for what was not written.
@@ -140,6 +173,23 @@ class TrainResult:
     checkpoint_path: Path | None = None
     warnings: tuple[str, ...] = ()
     plan: Plan | None = None
+    history: History = field(default_factory=History)  # of this process, without the steps before a resume
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes of the device: `planned`, and `peak`
+    stopped_by: str | None = None  # why it ended before its last step, if it did
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the lowest evaluation loss in `history`; None without evaluations."""
+        losses = self.history.get("eval_loss", np.array([]))
+        return int(self.history.steps("eval_loss")[np.nanargmin(losses)]) if np.isfinite(losses).any() else None
+
+
+OWN_METRICS = frozenset(  # names that every run logs itself
+    (
+        *("tps", "eval_tps", *(one.name for one in fields(TrainRecord))),
+        *(f"eval_{one.name}" for one in fields(EvalRecord)),
+    )
+)
 
 
 def sample_line(step: int, sample: Mapping[str, Any]) -> str:

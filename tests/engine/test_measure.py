@@ -89,7 +89,7 @@ def test_losses_are_those_of_llmq_train(dtype, tmp_path, monkeypatch):
     given |= {"grad_accumulation": accumulation, "steps": steps, "learning_rate": rate, "lr_schedule": "constant"}
     given |= {**MATMULS[dtype], "seed": 7, "eval_every_n_steps": 0, "device": "cpu"}
     records = []
-    llmq.train(**given, watch=records.append, console=io.StringIO())
+    llmq.train(**given, callbacks=[lambda run, record: records.append(record)], console=io.StringIO())
     trained = [record.loss for record in records if isinstance(record, TrainRecord)]
 
     options = Options.parse(given)

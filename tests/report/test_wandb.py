@@ -1,6 +1,7 @@
 """The export to W&B: with a stand-in that keeps what it is given, and with the real library, offline."""
 
 import io
+import json
 import math
 import subprocess
 import sys
@@ -95,6 +96,22 @@ def test_metrics_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> N
     samples = {step: values["samples"] for step, values in run.logged.items() if "samples" in values}
     rows = [["Once\nupon", " a time", "length"], ["[4]", "[5]", "stop"]]
     assert samples == {3: SimpleNamespace(columns=["prompt", "completion", "end"], data=rows)}
+
+
+def test_numbers_of_callbacks_come_at_their_steps(tmp_path: Path, fake: SimpleNamespace) -> None:
+    path = write_run(tmp_path)
+    numbers = [(1, {"mine": 2.0}), (2, {"mine": 3.0, "other": 4}), (5, {"mine": 9.0})]
+    lines = [json.dumps({"type": "metrics", "step": step, "values": values}) for step, values in numbers]
+    resumed = [
+        json.dumps({"type": "resume", "step": 3}),
+        json.dumps({"type": "metrics", "step": 3, "values": {"mine": 5}}),
+    ]
+    path.write_text(path.read_text() + "\n".join([*lines, *resumed]) + "\n")
+    export_wandb(path, run_id="own")
+    logged = fake.runs["own"].logged
+    found = {step: {k: v for k, v in values.items() if k.startswith("metrics/")} for step, values in logged.items()}
+    wanted = {1: {"metrics/mine": 2.0}, 2: {"metrics/mine": 3.0, "metrics/other": 4.0}, 3: {"metrics/mine": 5.0}}
+    assert {step: values for step, values in found.items() if values} == wanted
 
 
 def test_steps_keep_their_times_and_a_project_has_a_default(tmp_path: Path, fake: SimpleNamespace) -> None:

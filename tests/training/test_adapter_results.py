@@ -54,7 +54,7 @@ def test_every_use_of_an_adapter_has_the_loss_of_its_run(based, method, base, mo
         found |= {"merged": still(based, model=str(done.merged_path)), "llmq-merge": still(based, model="apart")}
     writer = Writer(GenerateOptions(model="base", adapter=str(done.model_path), device="cpu"), reads_text=False)
     assert len(writer.notes) == (base is not None)
-    monkeypatch.setattr(adapters, "first_values", lambda *_: writer.values())
+    monkeypatch.setattr(adapters, "first_values", lambda *_: writer.weights.values())
     found["llmq-generate"] = still(based, adapter=str(done.model_path), base_dtype="fp32")
     assert found == pytest.approx(dict.fromkeys(found, done.eval_loss), abs=1e-5)
 

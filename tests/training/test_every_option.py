@@ -19,6 +19,7 @@ from tiny_engines import tiny
 from tiny_runs import write_weights
 from tokenizers import decoders
 
+import llmq
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import LlmqError
 from llmq.model.config import to_hf
@@ -84,12 +85,14 @@ VALUES = {  # unlike the default, and what the runs above have
     "host_memory_limit": "1MiB", "seed": 1, "ray_address": "auto", "restart_failed": 2,
     "debug_memory": "runs/tensors.txt", "device": "cuda", "export_dtype": "fp16", "matmul_dtype": ["bf16", "e4m3"],
     "head_dtype": "e4m3", "reduce_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": ["bf16", "none"],
+    "early_stopping_patience": 1, "early_stopping_metric": "loss", "early_stopping_min_delta": 0.1,
     "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa"],
 }
 # fmt: on
 # What matters once something happens: an earlier run, numbers that are not finite, copies that lose much, bad or long
 # rows.
-EVENTS = {"overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong"}
+STOPPING = ("early_stopping_patience", "early_stopping_metric", "early_stopping_min_delta")
+EVENTS = {"overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING}
 VARIES = {"time", "time_ms", "wait_ms", "sol", "memory_mib", "tps", "started", "system", "options", "algorithms"}
 
 
@@ -118,7 +121,7 @@ def folder(tmp_path_factory):
         Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
         Path("prompt.jinja").write_text("Q {{ question }}")
         Path("prompts.txt").write_text("It is\n")
-        train.train(**{**BASE, "lora_rank": 2, "out_dir": "adapter"}, console=io.StringIO())
+        llmq.train(**{**BASE, "lora_rank": 2, "out_dir": "adapter"}, console=io.StringIO())
     return path
 
 

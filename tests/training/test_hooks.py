@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import llmq
-from llmq.errors import UsageError
 from llmq.options.parse import Options
 from llmq.training.hooks import Ask, Hook
 from llmq.training.train import run
@@ -112,8 +110,3 @@ def test_it_may_ask_for_a_checkpoint_and_an_evaluation(trained):
     assert saved() == [2, 12]
     assert [one[1] for one in notes.seen if one[0] == "on_evaluate"] == [4, 12]
     assert [one[2] for one in notes.seen if one[0] == "on_save"] == [2, 12]
-
-
-def test_what_is_no_function_is_refused(given):
-    with pytest.raises(UsageError, match="watch is 5: give a function"):
-        llmq.train(**given, watch=5)

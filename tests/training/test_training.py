@@ -39,7 +39,7 @@ FP8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "opt_m_dtype": "bf16", "op
 
 def test_a_run_learns_logs_saves_and_exports(given):
     records = []
-    result = llmq.train(**given, watch=records.append)
+    result = llmq.train(**given, callbacks=[lambda run, record: records.append(record)])
     assert result.exit_code == 0 and result.steps == 12
     assert result.eval_loss < 0.9 * np.log(97)
     assert result.model_path == Path("runs/run/model") and result.checkpoint_path.name == "step-00000012"
@@ -187,11 +187,11 @@ def test_a_run_on_the_gpu_has_the_same_bits_wherever_it_is_stopped(given, tmp_pa
     steps = random.sample(range(1, 12), 5)
     for stop in (*sorted(steps), 12):
 
-        def watch(record, stop=stop):
+        def watch(run, record, stop=stop):
             if isinstance(record, TrainRecord) and record.step == stop < 12:
                 signal.raise_signal(signal.SIGUSR1)
 
-        part = llmq.train(**given, **{"continue": "auto"}, watch=watch)
+        part = llmq.train(**given, **{"continue": "auto"}, callbacks=[watch])
         same = whole.checkpoint_path.with_name(part.checkpoint_path.name)
         assert (part.exit_code, part.steps) == (0 if stop == 12 else 75, stop)
         assert weights_of(part.checkpoint_path) == weights_of(same), f"stopped after {sorted(steps)}"

@@ -71,7 +71,7 @@ def test_a_run_is_its_parts_put_together(given, tmp_path, matmul):
         seed=SEED,
         eval_every_n_steps=STEPS,
     )
-    result = llmq.train(**{**given, **own}, watch=records.append)
+    result = llmq.train(**{**given, **own}, callbacks=[lambda run, record: records.append(record)])
 
     dtypes = Precision("bf16", matmul, "e5m2", "delayed", m="bf16", v="fp32", master="fp32", grad="fp32")
     plan = make_plan(Spec(config, dtypes, Memory(), HYPER, B, T, SEED, regularization=ADDED))

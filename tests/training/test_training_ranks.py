@@ -9,7 +9,6 @@ from in_process import run_ranks, train_on_ranks
 from safetensors.numpy import load_file
 from tiny_runs import weights_of
 
-import llmq
 from llmq.comm.environment import Place
 from llmq.errors import StorageError, UsageError
 from llmq.files.checkpoint import load
@@ -135,12 +134,6 @@ def test_what_one_rank_is_asked_for_all_do(given, monkeypatch):
     results, console = train(given, 2)
     assert [(result.exit_code, result.steps) for result in results] == [(75, 3)] * 2
     assert sorted(found(Path("runs/on2/checkpoints"))) == [2, 3] and "Stopped after step 3" in console
-
-
-@pytest.mark.parametrize(("options", "said"), [({"gpus": 2}, "--gpus 2"), ({"launcher": "ray"}, "--launcher ray")])
-def test_an_error_in_python_says_that_the_command_starts_processes(given, options, said):
-    with pytest.raises(UsageError, match=f"{said} needs several processes, .*: the command llmq-train starts them"):
-        llmq.train(**given, **options)
 
 
 @pytest.mark.parametrize(

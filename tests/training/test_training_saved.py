@@ -102,9 +102,9 @@ def test_the_best_is_that_of_all_runs_of_the_folder(given, monkeypatch):
 
 def test_the_best_needs_evaluations(given):
     for without in ({"eval_file": None, "eval_every_n_steps": 0}, {"eval_every_n_steps": 0}):
-        with pytest.raises(UsageError, match="--save-best eval/loss goes by evaluations"):
-            llmq.train(**{**given, **without}, save_best="eval/loss")
-    with pytest.raises(UsageError, match=r"save-best.*eval/loss"):
+        with pytest.raises(UsageError, match="--save-best goes by evaluations"):
+            llmq.train(**{**given, **without}, save_best="eval_loss")
+    with pytest.raises(UsageError, match=r"save-best.*eval_loss"):
         llmq.train(**given, save_best="train/loss")
 
 

@@ -430,7 +430,7 @@ TRAIN: list[tuple[dict[str, Any], str]] = [
     ({"memory_limit": 16}, "give a size above 0 with its unit"),
     ({"reset": "all"}, "--reset all is not one of optimizer, data or lr"),
     ({"reset": 5}, "--reset 5 is not a list"),
-    ({"save_best": True}, "is not one of eval/loss"),
+    ({"save_best": True}, "is not one of eval_loss"),
     ({"fit": True, "fit_may": "x"}, "--fit-may x is not one of states or matmul"),
     ({"sample_prompts": ["hi"]}, "is not text"),
     ({**CHATS, "data": 5}, "--data 5 is not a list"),

@@ -216,6 +216,8 @@ class StreamedRows(RowSource):
     def _packs(self, at: Place) -> Iterator[tuple[Place, Rows]]:
         taken, group, count = at.get("packs", 0), list[_Piece](), 0
         for piece, following in pairwise(self._pieces(at)):
+            if not len(piece.tokens.ids):
+                continue
             group.append(piece)
             count += len(piece.tokens.ids)
             ends_pass = following.place["epoch"] != piece.place["epoch"]
@@ -234,7 +236,7 @@ class StreamedRows(RowSource):
             taken, group, count = 0, [], 0
 
     def _pieces(self, at: Place) -> Iterator[_Piece]:
-        """Documents from a place on, pass after pass."""
+        """Documents from a place on, pass after pass, with a piece without tokens after each."""
         epoch, skipped = at["epoch"], at["token"]
         start: Position = (at["shard"], at["row"], at["overall"])
         empty = False
@@ -255,6 +257,11 @@ class StreamedRows(RowSource):
             if empty:
                 raise DataError(f"{self.name} has no tokens: check where it comes from")
             epoch, empty, start = epoch + 1, True, START
+            # What ends with the pass is whole now: no row of the next one, which may not be there, is waited for.
+            yield _Piece({"begun": at["begun"], "epoch": epoch, **dict.fromkeys(PLACE[1:], 0)}, NO_TOKENS)
+
+
+NO_TOKENS = TokenSpan(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, np.int64))
 
 
 class _Piece(NamedTuple):

@@ -23,6 +23,7 @@ from llmq.data.chat.encode import Encoder, open_encoder
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.chat.formats import find_format
 from llmq.data.chat.template import chosen_templates
+from llmq.data.rows.held_rows import LOOKED_AT, held
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
 from llmq.data.rows.row_files import (
     COMPRESSIONS,
@@ -51,7 +52,6 @@ TINY_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tiny
 TINY_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT_S = 30.0
 FORMAT = 4  # of what is made; a new one leaves what is in the cache aside
-LOOKED_AT = 32  # rows that the format is found from
 ALL_TRAIN = "all of them are training data"
 
 
@@ -135,6 +135,8 @@ class Found:
 
 def find_anything(asked: str, eval_fraction: float | None, streaming: bool = False) -> Found:
     """What `--data` names: a path, folder or glob (see `find_files`), else a data set by name (see `find_set`)."""
+    if (rows := held(asked)) is not None:
+        return replace(_split_rows(FileRows((rows,)), None, eval_fraction, streaming), title="rows", asked=(asked,))
     path = Path(asked).expanduser()
     looks_local = asked not in NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path))
     is_local = path.exists() or asked.startswith((".", "/", "~")) or looks_local

@@ -98,9 +98,6 @@ class HubFile:
             yield cast(RowFile, RowFile.of(Path(path), self.name))
 
 
-File = RowFile | HubFile  # one of this machine, or one that has to be fetched
-
-
 @dataclass(frozen=True)
 class HubSet:
     """A config of a data set: the files of its splits."""

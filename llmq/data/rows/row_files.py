@@ -21,16 +21,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from llmq.data.stream import START, Position
 from llmq.data.tokens.cache import content_hash
 from llmq.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from llmq.data.rows.hub_data import File
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
@@ -282,6 +279,20 @@ def _parquet_row(place: str, batch: Any, offset: int) -> Row:
 _FINDERS: dict[str, Callable[[RowFile, int], Iterator[Located]]] = {
     "jsonl": _json_lines, "json": _json_array, "csv": _csv, "parquet": _parquet,
 }  # fmt: skip
+
+
+class OpenFile(Protocol):
+    """The rows of a file that is on this machine, each with its number from 0."""
+
+    def rows(self, start: int = 0) -> Iterator[Located]: ...
+    def num_rows(self) -> int: ...
+
+
+class File(Protocol):
+    """A file of rows, here or to be fetched, or what is read like one."""
+
+    def fetched(self) -> AbstractContextManager[OpenFile]: ...
+    def identity(self) -> Any: ...
 
 
 @dataclass(frozen=True)

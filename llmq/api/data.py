@@ -1,0 +1,217 @@
+"""Data that the caller holds, put where llmq-train reads it: rows and tokens into files of the cache, named by content,
+so that they are tokenized once, and every rank and a resumed run find them; streams into a table of this process.
+
+    list of dicts or texts, anything with len() and []   rows; a text is a row with a text
+    pyarrow tables, Hugging Face datasets, data frames   rows
+    token arrays (n,) int                                tokens, as in a token file
+    token arrays (N,T) int, or {"input_ids": (N,T), "labels": (N,T)}   rows of tokens
+    iterators, generators, other iterables               a stream of rows, read while it is trained on; needs `steps`
+    text or a path                                       what --data names
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.data.rows.held_rows import PREFIX, HeldRows, holding
+from llmq.data.tokens.cache import key_of
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.disk import cache_folder, storage
+from llmq.errors import DataError, UsageError
+
+SPLITS = {"train": "train", "val": "validation"}  # file names, by argument
+KINDS = "a list of dicts or texts, a table or data set, an array of tokens, an iterable of rows, or a name"
+
+
+@dataclass(frozen=True)
+class PlacedData:
+    """Where data is for a run: the `options` that name it, and what it reads of this process while it runs."""
+
+    options: Mapping[str, Any]
+    streams: Mapping[str, HeldRows]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, the streams can be read by their names."""
+        with ExitStack() as stack:
+            for name, rows in self.streams.items():
+                stack.enter_context(holding(name, rows))
+            yield
+
+
+def placed(train: Any, val: Any = None) -> PlacedData:
+    """Places data. UsageError and DataError name the argument, and the row, that cannot be used."""
+    given = {name: _known(name, value) for name, value in {"train": train, "val": val}.items() if value is not None}
+    kinds = {name: kind for name, (kind, _) in given.items()}
+    if len(kinds) > 1 and not ({*kinds.values()} <= {"rows", "table"} or {*kinds.values()} == {"tokens"}):
+        said = " and ".join(f"{name} is {_WORDS[kind]}" for name, kind in kinds.items())
+        raise UsageError(f"{said}: give both as rows or both as arrays of tokens (n,); beside names, use eval_fraction")
+    kind, value = given["train"]
+    if kind == "name":
+        return PlacedData({"data": [os.fspath(value)]}, {})
+    if kind == "stream":
+        return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, {f"{PREFIX}train": HeldRows(value, "train")})
+    if kind == "tokens":
+        files = _in_cache({name: (".bin", _tokens_writer(name, found)) for name, (_, found) in given.items()})
+        return PlacedData({key: [files[name]] for name, key in _TOKEN_OPTIONS.items() if name in files}, {})
+    writers: dict[str, tuple[str, Write]] = {}
+    for name, (kind, found) in given.items():
+        if "rows" in kinds.values():  # one kind of file in a folder
+            rows = found if kind == "rows" else (row for batch in found.to_batches() for row in batch.to_pylist())
+            writers[name] = (".jsonl", _rows_writer(name, rows))
+        else:
+            writers[name] = (".parquet", _table_writer(found))
+    files = _in_cache(writers)
+    return PlacedData({"data": [str(Path(files["train"]).parent) if "val" in files else files["train"]]}, {})
+
+
+Write = Callable[[Path], None]
+_WORDS = {"rows": "rows", "table": "a table", "tokens": "tokens", "stream": "a stream", "name": "a name"}
+_TOKEN_OPTIONS = {"train": "train_file", "val": "eval_file"}
+
+
+def _known(name: str, value: Any) -> tuple[str, Any]:
+    """What kind of data a value is, and the value as that: rows, table, tokens, stream or name."""
+    if isinstance(value, (str, os.PathLike)):
+        return "name", value
+    if hasattr(value, "__arrow_c_stream__"):
+        import pyarrow
+
+        return "table", pyarrow.table(value)
+    if _is_data_set(value):
+        return "table", value.with_format("arrow")[:]
+    if isinstance(value, Mapping):
+        return "rows", _columns(name, value)
+    if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
+        array = np.asarray(value)
+        if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+            raise UsageError(
+                f"{name} is an array {array.shape} of {array.dtype}: tokens are whole numbers, (n,) or (rows, tokens)"
+            )
+        return ("tokens", array) if array.ndim == 1 else ("rows", _columns(name, {"input_ids": array}))
+    if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
+        return "rows", (value[index] for index in range(len(value)))
+    if isinstance(value, Iterable):
+        return "stream", value
+    raise UsageError(f"{name} is a {type(value).__name__}: give {KINDS}")
+
+
+def _is_data_set(value: Any) -> bool:
+    """Whether this is a Dataset of Hugging Face's datasets, which need not be installed."""
+    return (
+        type(value).__module__.partition(".")[0] == "datasets"
+        and hasattr(value, "with_format")
+        and hasattr(value, "__len__")
+    )
+
+
+def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of arrays (N,T) by the names of their columns. UsageError for arrays of other shapes."""
+    arrays = {key: np.asarray(value) for key, value in columns.items()}
+    shapes = {key: array.shape for key, array in arrays.items()}
+    if "input_ids" not in arrays or any(len(shape) != 2 for shape in shapes.values()) or len({*shapes.values()}) > 1:
+        said = ", ".join(f"{key} {shape}" for key, shape in shapes.items())
+        raise UsageError(f"{name} has {said}: give input_ids (rows, tokens), and labels of the same shape")
+    return (
+        {key: row.tolist() for key, row in zip(arrays, rows, strict=True)}
+        for rows in zip(*arrays.values(), strict=True)
+    )
+
+
+def _rows_writer(name: str, rows: Iterable[Any]) -> Write:
+    def write(path: Path) -> None:
+        count, kind = 0, None
+        with path.open("w", encoding="utf-8", newline="\n") as file:
+            for count, row in enumerate(rows, 1):
+                if kind not in (None, type(row)) and not (kind is dict and isinstance(row, Mapping)):
+                    raise DataError(
+                        f"{name}: row {count} is {_kind(row)}, and those before are {kind.__name__}: mixed rows"
+                    )
+                kind = kind or (dict if isinstance(row, Mapping) else type(row))
+                file.write(as_json(name, count, row) + "\n")
+        if not count:
+            raise DataError(f"{name} has no rows: give at least one")
+
+    return write
+
+
+def as_json(name: str, number: int, row: Any) -> str:
+    """A row as a line of JSON: a mapping, or a text. DataError."""
+    if isinstance(row, str):
+        row = {"text": row}
+    if not isinstance(row, Mapping):
+        raise DataError(f"{name}: row {number} is {_kind(row)}: give a dict with fields, or a text")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name}: row {number} is nothing that JSON has: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _kind(row: Any) -> str:
+    return f"a {type(row).__name__}"
+
+
+def _table_writer(table: Any) -> Write:
+    def write(path: Path) -> None:
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(table, path, row_group_size=1 << 16)
+
+    return write
+
+
+def _tokens_writer(name: str, ids: np.ndarray) -> Write:
+    def write(path: Path) -> None:
+        if not ids.size:
+            raise DataError(f"{name} has no tokens: give at least two")
+        if ids.min() < 0:
+            raise DataError(f"{name}: token {int(np.argmax(ids < 0))} has the id {int(ids.min())}: ids count from 0")
+        with TokenWriter(path, vocab_size=int(ids.max()) + 1) as file:
+            file.append(ids)
+
+    return write
+
+
+def _in_cache(writers: Mapping[str, tuple[str, Write]]) -> dict[str, str]:
+    """Files of the cache by argument, in a folder that their content names. StorageError."""
+    root = cache_folder("rows")
+    with storage(root, advice="choose a folder on another disk with LLMQ_CACHE_DIR"):
+        root.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=root, prefix="making-"))
+        try:
+            names = {name: SPLITS[name] + suffix for name, (suffix, _) in writers.items()}
+            for name, (_, write) in writers.items():
+                write(making / names[name])
+            folder = root / key_of({file: _sha256(making / file) for file in names.values()})
+            if not folder.is_dir():
+                os.rename(making, folder)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,309 @@
+"""Callbacks: what users add to a run, beside the order that the loop keeps for itself.
+
+A callback is an object with some methods of `Callback`, or a function, which is called after each step and each
+evaluation with the run and the record. Callbacks run on the first rank; what they ask for is agreed by all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.model.parameters import parameter_rows
+from llmq.training.hooks import Ask, Hook, RunView
+from llmq.training.records import OWN_METRICS, EvalRecord, History, TrainRecord, TrainResult
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from llmq.options.run import StoppingOptions
+    from llmq.training.ready import Ready
+
+MOMENTS = ("on_begin", "on_step", "on_evaluate", "on_checkpoint", "on_end")
+
+
+class Callback:
+    """Something to do at the moments of a run. Subclasses define what they need; all of it does nothing here."""
+
+    def on_begin(self, run: Run) -> None:
+        """The weights are loaded, and the first step is next."""
+
+    def on_step(self, run: Run, record: TrainRecord) -> None:
+        """A step is done."""
+
+    def on_evaluate(self, run: Run, record: EvalRecord) -> None:
+        """An evaluation is done."""
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        """A checkpoint is complete on the disk."""
+
+    def on_end(self, run: Run, result: TrainResult) -> None:
+        """The run has ended without an error."""
+
+    def state(self) -> Mapping[str, Any]:
+        """What a resumed run needs of it, as JSON has it; kept in checkpoints."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes the state of the checkpoint that the run resumes from; called before `on_begin`."""
+
+
+class RunFunction(Protocol):
+    """A callback as a function."""
+
+    def __call__(self, run: Run, record: TrainRecord | EvalRecord, /) -> Any:
+        """A step or an evaluation is done."""
+
+
+class _Function(Callback):
+    """A function as a callback."""
+
+    def __init__(self, function: RunFunction) -> None:
+        self._function = function
+
+    def on_step(self, run: Run, record: TrainRecord) -> None:
+        """Calls it with a step."""
+        self._function(run, record)
+
+    def on_evaluate(self, run: Run, record: EvalRecord) -> None:
+        """Calls it with an evaluation."""
+        self._function(run, record)
+
+
+class EarlyStopping(Callback):
+    """Stops the run when `metric` has not improved by more than `min_delta` in `patience` evaluations in a row.
+
+    A metric whose name ends in `loss` improves downwards, others upwards. What was counted survives a resume.
+    """
+
+    def __init__(self, patience: int, metric: str = "eval_loss", min_delta: float = 0.0) -> None:
+        """UsageError for a patience below 1, or a difference that is negative or not finite."""
+        if patience < 1:
+            raise UsageError(f"early stopping with a patience of {patience}: use 1 evaluation or more")
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise UsageError(f"early stopping with a least difference of {min_delta}: use 0 or more")
+        self.patience, self.metric, self.min_delta = patience, metric, min_delta
+        self.best, self.waited = math.nan, 0  # NaN before the first evaluation
+
+    def on_evaluate(self, run: Run, record: EvalRecord) -> None:
+        """Counts the evaluation. UsageError if nothing has given the metric so far."""
+        if self.metric not in run.history:
+            raise UsageError(
+                f"early stopping watches {self.metric}, which nothing has logged: known are {', '.join(run.history)}; "
+                "log others with run.log(NAME=value) in a callback's on_evaluate"
+            )
+        value = float(run.history[self.metric][-1])
+        gain = self.best - value if self.metric.endswith("loss") else value - self.best
+        if gain > self.min_delta or math.isnan(self.best):
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            run.stop(
+                f"{self.metric} has not improved in {self.patience} evaluations: {value:.6g}, best {self.best:.6g}"
+            )
+
+    def state(self) -> Mapping[str, Any]:
+        """The best value, and the evaluations since."""
+        return {} if math.isnan(self.best) else {"best": self.best, "waited": self.waited}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting."""
+        self.best, self.waited = state.get("best", math.nan), state.get("waited", 0)
+
+
+def early_stopping(options: StoppingOptions) -> list[EarlyStopping]:
+    """The callback that the options ask for, if they do."""
+    about = (options.early_stopping_metric, options.early_stopping_min_delta)
+    return [] if options.early_stopping_patience is None else [EarlyStopping(options.early_stopping_patience, *about)]
+
+
+class Run:
+    """What callbacks get of a run: how far it is, and what they may ask for.
+
+    `history` has the metrics of this process so far: the fields of TrainRecord by their names (`loss`, `lr`, ...),
+    those of EvalRecord with `eval_` before them (`eval_loss`), and what `log` was given.
+    """
+
+    def __init__(self, ready: Ready) -> None:
+        self._ready = ready
+        self._view: RunView | None = None
+        self.asked = Ask.NOTHING
+        self.stopped_by: str | None = None
+
+    @property
+    def _now(self) -> RunView:
+        assert self._view is not None
+        return self._view
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self._now.progress.step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self._now.num_steps
+
+    @property
+    def history(self) -> History:
+        """The metrics so far, by name."""
+        return self._now.history
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """All options by name."""
+        return self._ready.options
+
+    @property
+    def model_path(self) -> Path:
+        """Where the finished model will be."""
+        return self._ready.exports[0].folder
+
+    def stop(self, reason: str = "a callback") -> None:
+        """Makes this step the last: the run saves a checkpoint, exports the model and ends with exit code 0."""
+        self.asked |= Ask.STOP
+        if self.stopped_by is None:
+            self.stopped_by = reason
+            self._ready.log.notice(f"Stopping after step {self.step}: {reason}")
+
+    def save(self) -> None:
+        """Saves a checkpoint after this step."""
+        self.asked |= Ask.SAVE
+
+    def log(self, **values: float) -> None:
+        """Logs numbers under names of your own, at this step. UsageError for a name that every run has."""
+        if taken := [name for name in values if name in OWN_METRICS]:
+            raise UsageError(f"run.log({', '.join(f'{name}=...' for name in taken)}): llmq logs these itself: rename")
+        found = {name: _number(name, value) for name, value in values.items()}
+        self.history.add(self.step, found)
+        self._ready.log.record("metrics", step=self.step, values=found)
+
+    def evaluate(self) -> float:
+        """The loss on the held-out data now, in nats per trained token; NaN without any. Of one rank only."""
+        self._refuse_ranks("evaluate()")
+        if self._ready.data.eval is None:
+            return math.nan
+        _, batches = self._ready.data.held_out(self._ready.log.eval_steps(last=False))
+        found = [self._now.engine.evaluate(batch) for batch in batches]
+        return sum(loss for loss, _ in found) / max(sum(count for _, count in found), 1)
+
+    def parameter(self, name: str) -> np.ndarray:
+        """A copy of a parameter, by its name in a Hugging Face model, in f32. KeyError for one that is not there."""
+        self._refuse_ranks(f"parameter({name!r})")
+        for row in (*self._now.engine.plan.rows, *parameter_rows(self._now.engine.plan.spec.config)):
+            for part in row.parts:
+                if part.name == name:
+                    whole = self._now.engine.parameter(row.name).reshape(row.part_axes)
+                    return whole[part.start : part.stop].astype(np.float32)
+        raise KeyError(f"{name} is no parameter of the model")
+
+    def _refuse_ranks(self, what: str) -> None:
+        if self._ready.ranks.size > 1:
+            raise UsageError(
+                f"run.{what} works on one GPU, and this run has {self._ready.ranks.size}: use --eval-every-n-steps, or "
+                "read the checkpoint"
+            )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"run.log({name}={value!r}): give a number") from None
+
+
+class Callbacks(Hook):
+    """Calls the callbacks of a run, on the first rank; the other ranks have this hook without any."""
+
+    key = "callbacks"
+
+    def __init__(self, callbacks: Sequence[Callback | RunFunction], ready: Ready) -> None:
+        """UsageError for what is no callback."""
+        self._run, self._ranks, self._log = Run(ready), ready.ranks, ready.log
+        self._callbacks = dict(_named(callbacks)) if ready.ranks.is_first else {}
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Why a callback stopped the run, if one did."""
+        return self._run.stopped_by
+
+    def state(self) -> dict[str, Any]:
+        """Those of the callbacks that have one, by their names."""
+        states = {name: dict(one.state()) for name, one in self._callbacks.items() if hasattr(one, "state")}
+        return {name: state for name, state in states.items() if state}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Gives each callback its own."""
+        for name, one in self._callbacks.items():
+            if name in state and hasattr(one, "restore"):
+                one.restore(state[name])
+
+    def on_begin(self, run: RunView) -> None:
+        """Calls on_begin."""
+        self._call("on_begin", run)
+
+    def after_step(self, run: RunView, record: TrainRecord) -> Ask:
+        """Calls on_step; what callbacks have asked for since the step before."""
+        return self._agreed("on_step", run, record)
+
+    def on_evaluate(self, run: RunView, record: EvalRecord | None) -> Ask:
+        """Calls on_evaluate; what callbacks ask for then."""
+        if record is None:
+            return Ask.NOTHING
+        return self._agreed("on_evaluate", run, record)
+
+    def on_save(self, run: RunView, path: Path, step: int) -> None:
+        """Calls on_checkpoint."""
+        self._call("on_checkpoint", run, path)
+
+    def on_end(self, run: RunView, result: TrainResult) -> None:
+        """Calls on_end."""
+        self._call("on_end", run, result)
+
+    def _call(self, moment: str, run: RunView, *about: object) -> None:
+        """Calls a method of every callback that has it. What one raises ends the run; the log names the callback."""
+        self._run._view = run
+        for name, one in self._callbacks.items():
+            try:
+                if (method := getattr(one, moment, None)) is not None:
+                    method(self._run, *about)
+            except Exception as error:
+                self._log.notice(f"The callback {name} failed in {moment} at step {run.progress.step}: {error}")
+                raise
+
+    def _agreed(self, moment: str, run: RunView, *about: object) -> Ask:
+        """As `_call`; what the callbacks of the first rank ask for, on all ranks."""
+        failed: Exception | None = None
+        try:
+            self._call(moment, run, *about)
+        except Exception as error:
+            failed = error
+        asked, self._run.asked = self._run.asked, Ask.NOTHING
+        if self._ranks.size > 1:
+            value, what = self._ranks.agreed([asked.value, failed and f"{type(failed).__name__}: {failed}"])
+            asked = Ask(value)
+            failed = failed or (RuntimeError(f"a callback failed on the first rank: {what}") if what else None)
+        if failed is not None:
+            raise failed
+        return asked
+
+
+def _named(callbacks: Sequence[Callback | RunFunction]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks by the names of their classes; of several of one class, with their number. UsageError."""
+    counts: dict[str, int] = {}
+    for one in callbacks:
+        is_object = any(callable(getattr(one, moment, None)) for moment in MOMENTS)
+        if isinstance(one, type) or not (is_object or callable(one)):
+            raise UsageError(
+                f"{one!r} is no callback: give a function f(run, record), or an object with one of {', '.join(MOMENTS)}"
+            )
+        kind = type(one).__name__ if is_object else getattr(one, "__qualname__", type(one).__name__)
+        counts[kind] = counts.get(kind, 0) + 1
+        found: Any = one if is_object else _Function(one)  # type: ignore[arg-type]
+        yield (kind if counts[kind] == 1 else f"{kind} {counts[kind]}"), found

@@ -1,0 +1,34 @@
+"""The examples of docs/python.md, run one after the other on a tiny model."""
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from small_tokenizers import EOS, byte_level, save
+from tiny_engines import tiny
+from tiny_runs import write_weights
+from tokenizers import decoders
+
+from llmq.model.config import to_hf
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_examples_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
+    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    write_weights("source", tmp_path / "model", tokenizer=tmp_path / "source")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL)
+    names: dict[str, object] = {}
+    with redirect_stdout(io.StringIO()) as out:
+        for block in blocks:
+            exec(block.replace("Qwen/Qwen2.5-0.5B", "model"), names)
+    assert len(blocks) == 4 and names["result"].steps == 20 and names["run"].model_path.is_dir()
+    assert "tokens_seen" in names["result"].history and "(2, 4, 420)" in out.getvalue()
+    assert (tmp_path / "runs" / "watched" / "checkpoints").is_dir()

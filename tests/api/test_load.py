@@ -1,0 +1,160 @@
+"""`llmq.load`: logits, log p, hidden states and weights of a model."""
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_runs import folder, on_weights, write_weights
+
+import llmq
+from llmq.errors import UsageError
+
+T, V = 24, 97
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    write_weights(folder(place / "source"), place / "base")
+    return place / "base"
+
+
+@pytest.fixture(scope="module")
+def model(model_folder):
+    return llmq.load(model_folder, device="cpu", batch_size=2, seq_len=T)
+
+
+def tokens(*shape):
+    return np.random.default_rng(sum(shape)).integers(0, V, shape)
+
+
+def log_softmax(logits):
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def test_scores_are_those_of_the_logits(model):
+    ids = tokens(5, 20)
+    logits, scores = model.logits(ids), model.score(ids)
+    assert logits.shape == (5, 20, V) and logits.dtype == scores.dtype == np.float32 and scores.shape == (5, 20)
+    wanted = np.take_along_axis(log_softmax(logits)[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(scores[:, :-1], wanted, atol=2e-6)
+    assert not scores[:, -1].any()
+
+
+def test_a_row_is_the_same_alone_shorter_and_in_any_batch(model):
+    ids = tokens(3, 20)
+    whole = model.logits(ids), model.score(ids), model.hidden(ids)
+    for index, row in enumerate(ids):
+        alone = model.logits(row), model.score(row), model.hidden(row)
+        assert all(np.array_equal(one, many[index]) for one, many in zip(alone, whole, strict=True))
+    np.testing.assert_allclose(model.hidden(ids[:, :7]), whole[2][:, :7], atol=1e-6)
+
+
+def test_targets_may_be_others_or_ignored(model):
+    ids, goals = tokens(2, 9), tokens(2, 9)
+    goals[0, 3:] = -100
+    scores, every = model.score(ids, goals), log_softmax(model.logits(ids))
+    wanted = np.take_along_axis(every, np.maximum(goals, 0)[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(scores, np.where(goals == -100, 0, wanted), atol=2e-6)
+
+
+def test_logits_are_the_head_of_hidden_states(model, model_folder):
+    ids, weights = tokens(2, 6), dict(model.parameters())
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])[:V]
+    np.testing.assert_allclose(model.hidden(ids) @ head.T, model.logits(ids), atol=1e-5)
+    config = json.loads((model_folder / "config.json").read_text())
+    assert weights["model.layers.0.mlp.up_proj.weight"].shape == (config["intermediate_size"], config["hidden_size"])
+
+
+def test_a_view_is_read_only_and_is_overwritten(model):
+    a, b = tokens(2, T), tokens(2, T) + 0
+    b[:, 0] = (a[:, 0] + 1) % V
+    for read in (model.hidden, model.score):
+        view, copy = read(a, copy=False), read(a)
+        assert np.array_equal(view, copy)
+        read(b)
+        assert not np.array_equal(view, copy)
+        with pytest.raises(ValueError, match="read-only"):
+            view[0] = 0
+    with pytest.raises(UsageError, match="copy=False is for one batch, and these are 3 rows in batches of 2"):
+        model.hidden(tokens(3, 4), copy=False)
+
+
+class Shared:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **about):
+        return self._array.__dlpack__(**about)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [list, Shared, lambda ids: ids.astype(np.uint8), lambda ids: ids[::-1][::-1]])
+def test_tokens_may_be_what_has_them(model, kind):
+    ids = tokens(7)
+    assert np.array_equal(model.score(kind(ids)), model.score(ids))
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([[1, 2], [3]], "these are no tokens"),
+        ([1.5], r"tokens are \(1,\) of float64"),
+        ([], "tokens are"),
+        ([[[1]]], r"tokens are \(1, 1, 1\)"),
+        ([0] * (T + 1), "tokens have 25 in a row, and the model was loaded for 24: load it with seq_len=25"),
+        ([1, V], "tokens: number 1 of row 0 is 97, and the vocabulary has ids 0 to 96"),
+        ([[1], [-100]], "tokens: number 0 of row 1 is -100"),
+    ],
+)
+def test_what_is_no_tokens_is_refused(model, ids, match):
+    with pytest.raises(UsageError, match=match):
+        model.score(ids)
+
+
+def test_other_settings_are_refused(model_folder):
+    for wrong in ({"dtype": "fp8"}, {"device": "tpu"}, {"batch_size": 0}, {"seq_len": 0}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            llmq.load(model_folder, **wrong)
+    with pytest.raises(UsageError, match=r"targets are \(1, 2\), and tokens \(1, 3\)"):
+        llmq.load(model_folder, device="cpu", seq_len=8).score([1, 2, 3], [1, 2])
+
+
+def test_the_loss_of_rows_is_that_of_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = llmq.train(**on_weights(tmp_path))
+    ids = np.fromfile("eval.bin", "<u2", offset=1024)[: 5 * 16 + 1].astype(int)
+    rows = [ids[start : start + 17] for start in range(0, 80, 16)]
+    model = llmq.load(result.model_path, device="cpu", seq_len=17)
+    assert model.loss(rows) == pytest.approx(result.eval_loss, abs=1e-5)
+    masked = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, -100]}
+    assert model.loss([masked]) == pytest.approx(-float(model.score([1, 2, 3, 4])[1]), abs=1e-6)
+    assert np.isnan(model.loss([[5]]))
+
+
+@pytest.mark.parametrize("how", ["lora_rank", "prompt_tuning"])
+def test_an_adapter_goes_with_it(tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    result = llmq.train(**{**on_weights(tmp_path), how: 4, "eval_file": None, "packing": "windows"})
+    with warnings.catch_warnings(record=True):
+        plain = llmq.load("base", device="cpu", seq_len=16)
+        model = llmq.load("base", adapter=result.model_path, device="cpu", seq_len=16)
+    ids = tokens(2, 10)
+    assert model.logits(ids).shape == plain.logits(ids).shape and not np.allclose(model.logits(ids), plain.logits(ids))
+    wanted = np.take_along_axis(log_softmax(model.logits(ids))[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(model.score(ids)[:, :-1], wanted, atol=2e-6)
+
+
+def test_it_writes_as_generate_does(model, model_folder):
+    (mine,), (other,) = (
+        model.generate([1, 2, 3], max_tokens=5, ignore_end=True),
+        llmq.generate(model_folder, [1, 2, 3], max_tokens=5, ignore_end=True, device="cpu"),
+    )
+    assert mine.tokens == other.tokens and Path(model_folder).is_dir()

@@ -1,0 +1,73 @@
+"""A run on several ranks from Python, of which the caller is the first."""
+
+import io
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny_options, weights_of
+
+import llmq
+from llmq.api import ranks
+from llmq.api.ranks import others
+from llmq.comm.launch import LocalRank
+from llmq.errors import UsageError, WorldError
+from llmq.options.parse import Options, arguments_of
+from llmq.training.ranks import joined
+from llmq.training.train import run
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = {"batch_size": 1, "global_batch_size": 4, "steps": 4, "device": "cpu"}
+    left_out = ("console", "grad_accumulation")
+    return {key: value for key, value in tiny_options(tmp_path).items() if key not in left_out} | shape
+
+
+def on_two(given, **more):
+    options = Options.parse(given)
+    with others(options, 2) as place, joined(options, place) as ranks:
+        return run(options, ranks=ranks, console=io.StringIO(), **more)
+
+
+def test_a_process_beside_this_one_trains_with_it(given):
+    alone = llmq.train(**given, name="alone", console=io.StringIO()) if "name" not in given else None
+    seen = []
+    result = on_two(
+        given, callbacks=[lambda run, record: seen.append(record.step) or (run.step == 3 and run.stop("x"))]
+    )
+    assert (result.steps, result.stopped_by, result.exit_code) == (3, "x", 0) and alone is None
+    assert seen == [1, 2, 3, 3] and (Path("runs/run") / "rank-00001.log").is_file()
+    again = on_two({**given, "continue": "newest"})
+    assert again.steps == 4 and again.model_path.is_dir() and weights_of(again.checkpoint_path)
+
+
+def test_an_error_here_ends_the_other(given, monkeypatch):
+    started = []
+    own = LocalRank.__init__
+    monkeypatch.setattr(LocalRank, "__init__", lambda self, *about: started.append(self) or own(self, *about))
+    with pytest.raises(ZeroDivisionError):
+        on_two(given, callbacks=[lambda run, record: 1 / 0])
+    assert [one.poll() is not None for one in started] == [True]
+
+
+def test_one_that_fails_at_once_is_not_waited_for(given, monkeypatch):
+    monkeypatch.setattr(ranks, "PROGRAM", "llmq.absent:main")
+    with pytest.raises(
+        WorldError, match=r"(?s)rank 1 ended with exit code 1; the end of .*No module named 'llmq.absent'"
+    ):
+        on_two(given)
+
+
+def test_arguments_give_the_same_options(given):
+    from llmq.cli.train import options_of
+
+    options = Options.parse({**given, "continue": "auto", "train_file": ["train.bin", "train.bin"], "lora_rank": 4})
+    assert options_of(arguments_of(options)) == options
+
+
+def test_gpus_that_are_not_there_are_refused(given):
+    with pytest.raises(UsageError, match="gpus 2"):
+        llmq.train(**{**given, "device": "auto", "gpus": 2})
+    with pytest.raises(UsageError, match="launcher='ray' is for the command"):
+        llmq.train(**{**given, "launcher": "ray"})

@@ -1,0 +1,245 @@
+"""`Trainer`: the runs of the command from Python, on data that the caller holds."""
+
+import gc
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from safetensors.numpy import load_file
+from small_tokenizers import EOS, byte_level, save
+from tiny_engines import tiny
+from tiny_runs import hash_of, tiny_options
+from tokenizers import decoders
+
+import llmq
+from llmq import Config, Trainer
+from llmq.data.tokens.token_file import TokenWriter
+from llmq.errors import DataError, UsageError
+from llmq.model.config import to_hf
+
+ROWS = [{"text": f"the number {i}, " * (1 + i % 5)} for i in range(60)]
+HELD_OUT = [{"text": f"another {i}, " * (1 + i % 3)} for i in range(8)]
+
+
+@pytest.fixture
+def given(tmp_path, monkeypatch):
+    """Options of a small run, without data, in a folder and with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
+    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 4, "eval_every_n_steps": 2}
+    about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
+    return {**about, **shape, "name": "run", "overwrite": True}
+
+
+def quiet(given, *data, **more):
+    return Trainer(**given).train(*data, console=io.StringIO(), **more)
+
+
+def weights(result):
+    return hash_of(load_file(result.model_path / "model.safetensors").items())
+
+
+def write_rows(folder="rows", **splits):
+    Path(folder).mkdir()
+    for name, rows in splits.items():
+        Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+class Loads:
+    """Rows with a length and an index, as torch's data sets have them."""
+
+    def __len__(self):
+        return len(ROWS)
+
+    def __getitem__(self, index):
+        return ROWS[index]
+
+
+HELD = {
+    "dicts": lambda rows: rows,
+    "texts": lambda rows: [row["text"] for row in rows],
+    "tuple": tuple,
+    "table": pyarrow.Table.from_pylist,
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_rows_in_memory_have_the_bits_of_the_same_rows_in_files(given, kind):
+    of_files = weights(quiet({**given, "data": write_rows(train=ROWS, validation=HELD_OUT)}))
+    held = quiet(given, HELD[kind](ROWS), HELD[kind](HELD_OUT))
+    assert weights(held) == of_files and np.isfinite(held.history["eval_loss"]).all()
+
+
+def test_part_of_rows_without_others_is_held_out_as_of_a_file(given):
+    of_file = weights(quiet({**given, "data": str(Path(write_rows(train=ROWS)) / "train.jsonl")}))
+    assert weights(quiet(given, Loads())) == of_file
+
+
+def test_a_data_set_of_hugging_face(given):
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    of_files = weights(quiet({**given, "data": write_rows(train=ROWS[:40], validation=HELD_OUT)}))
+    found = datasets.Dataset.from_list(ROWS).select(range(40)), datasets.Dataset.from_list(HELD_OUT)
+    assert weights(quiet(given, *found)) == of_files
+
+
+def test_tokens_are_those_of_a_token_file(given):
+    ids = np.random.default_rng(0).integers(0, 97, 600)
+    for name, part in (("train.bin", ids), ("eval.bin", ids[:100])):
+        with TokenWriter(name, vocab_size=97) as file:
+            file.append(part)
+    of_files = weights(quiet({**given, "train_file": "train.bin", "eval_file": "eval.bin"}))
+    assert weights(quiet(given, ids, ids[:100].astype(np.uint16))) == of_files
+
+
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_rows_of_tokens_are_those_of_a_file(given, has_labels):
+    ids = np.random.default_rng(0).integers(0, 97, (30, 20))
+    labels = np.where(ids % 3 == 0, -100, ids)
+    rows = [
+        {"input_ids": row, **({"labels": goal} if has_labels else {})}
+        for row, goal in zip(ids.tolist(), labels.tolist(), strict=True)
+    ]
+    of_file = weights(quiet({**given, "data": str(Path(write_rows(train=rows)) / "train.jsonl")}))
+    assert weights(quiet(given, {"input_ids": ids, "labels": labels} if has_labels else ids)) == of_file
+
+
+class Again:
+    """Rows that can be read from the first on again."""
+
+    def __iter__(self):
+        return iter(ROWS)
+
+
+@pytest.mark.parametrize("stream", [Again, lambda: (row for row in ROWS * 10)], ids=["iterable", "generator"])
+def test_a_stream_has_the_bits_of_a_streamed_file_and_resumes(given, stream):
+    rows = ROWS if stream is Again else ROWS * 10
+    given |= {"eval_every_n_steps": 0, "ckpt_interval": 2, "ckpt_keep_n": 0, "packing": "windows"}
+    file = str(Path(write_rows(train=rows)) / "train.jsonl")
+    of_file = weights(quiet({**given, "data": file, "streaming": True}))
+    assert weights(quiet(given, stream())) == of_file
+    resumed = quiet({**given, "continue": 2, "overwrite": False, "name": "run"}, stream())
+    assert weights(resumed) == of_file and resumed.history.steps("loss").tolist() == [3, 4]
+
+
+def test_an_iterator_that_ends_early_says_so(given):
+    given |= {"eval_every_n_steps": 0, "steps": 50}
+    one_pass = quiet({**given, "data": write_rows(train=ROWS), "eval_fraction": 0, "streaming": True, "steps": 3})
+    assert weights(quiet({**given, "steps": 3}, iter(ROWS))) == weights(one_pass)  # its last rows come, too
+    with pytest.raises(DataError, match="train: the iterator has given 60 rows, and cannot give them again"):
+        quiet(given, iter(ROWS))
+    with pytest.raises(UsageError, match=r"held:train are rows that a Python program gave"):
+        llmq.train(**{**given, "data": "held:train", "streaming": True}, console=io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "match"),
+    [
+        ([], None, "train has no rows"),
+        (ROWS, [], "val has no rows"),
+        ([{"text": "a"}, "b"], None, "train: row 2 is a str, and those before are dict"),
+        ([{"text": "a"}, 5], None, "train: row 2 is a int"),
+        ([[1, 2], [3]], None, "train: row 1 is a list: give a dict with fields, or a text"),
+        ([{"text": {1, 2}}], None, "train: row 1 is nothing that JSON has: a set"),
+        ([{"text": float("nan")}], None, "train: row 1 is nothing that JSON has"),
+        (5, None, "train is a int: give a list"),
+        (np.zeros(5), None, r"train is an array \(5,\) of float64"),
+        (np.zeros((2, 3, 4), int), None, r"train is an array \(2, 3, 4\)"),
+        ({"input_ids": np.zeros((2, 3), int), "labels": np.zeros((2, 4), int)}, None, r"train has input_ids \(2, 3\)"),
+        ({"labels": np.zeros((2, 3), int)}, None, "give input_ids"),
+        (np.array([1, -2, 3]), None, "train: token 1 has the id -2"),
+        (np.zeros(0, int), None, "train has no tokens"),
+        (ROWS, np.arange(5), "train is rows and val is tokens"),
+        (ROWS, iter(ROWS), "train is rows and val is a stream"),
+        (None, ROWS, "val is given without train"),
+        (np.full(99, 500), None, "500, but the vocabulary has"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(given, train, val, match):
+    with pytest.raises((UsageError, DataError), match=match):
+        quiet(given, train, val)
+
+
+def test_data_in_two_places_is_refused(given):
+    with pytest.raises(UsageError, match="train and val, and the options data, eval_file, both name data"):
+        quiet({**given, "eval_file": "eval.bin", "data": "rows"}, ROWS, HELD_OUT)
+
+
+def test_a_trainer_has_the_weights_of_the_command(given):
+    write_rows(train=ROWS, validation=HELD_OUT)
+    mine = weights(quiet({**given, "data": "rows"}))
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if not isinstance(value, bool)]
+    command = [sys.executable, "-m", "llmq.cli.train", *flags, "--from-scratch", "--data=rows", "--name=other"]
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(Path(llmq.__file__).parents[1])}
+    )
+    assert hash_of(load_file("runs/other/model/model.safetensors").items()) == mine
+
+
+def test_a_result_has_its_history(given):
+    result = quiet(given, ROWS, HELD_OUT)
+    history = result.history
+    assert history["step"].tolist() == history.steps("loss").tolist() == [1, 2, 3, 4]
+    assert history.steps("eval_loss").tolist() == [2, 4] and history["eval_loss"][-1] == result.eval_loss
+    assert result.best_step == history.steps("eval_loss")[history["eval_loss"].argmin()]
+    assert result.stopped_by is None and result.memory["planned"] == Trainer(**given).plan(ROWS, HELD_OUT).total_bytes
+
+
+def test_a_plan_needs_no_data(given):
+    assert Trainer(**given).plan(console=io.StringIO()).total_bytes > 0 and not Path("runs").exists()
+
+
+def test_runs_leave_a_process_as_it_was(given):
+    """Twenty, after the first; a twenty-first after one that failed, and one in a thread."""
+
+    def left():
+        gc.collect()
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+        return len(os.listdir("/proc/self/fd")), handlers, [thread.name for thread in threading.enumerate()]
+
+    given |= {"steps": 1, "eval_every_n_steps": 0}
+    first = weights(quiet(given, ROWS))
+    before = left()
+    for _ in range(20):
+        quiet(given, ROWS)
+    assert left() == before
+    with pytest.raises(ZeroDivisionError):
+        quiet(given, ROWS, callbacks=[lambda run, record: 1 / 0])
+    found = []
+    thread = threading.Thread(target=lambda: found.append(weights(quiet(given, ROWS))))
+    thread.start()
+    thread.join()
+    assert found == [first] and left() == before
+
+
+def test_a_config_and_options_are_one(given):
+    config = Config(**given)
+    assert Trainer(config, steps=5).config == Trainer(**{**given, "steps": 5}).config
+    with pytest.raises(UsageError, match="config is 5: give a Config"):
+        Trainer(5)
+    with pytest.raises(UsageError, match="unknown option --stepz: did you mean --steps"):
+        Trainer(stepz=4)
+
+
+def test_importing_llmq_imports_no_arrays():
+    code = "import sys, llmq; sys.exit(bool({'numpy', 'torch', 'cupy'} & {*sys.modules}))"
+    root = str(Path(llmq.__file__).parents[1])
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}).returncode == 0
+
+
+def test_other_runs_than_those_of_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = llmq.train(**tiny_options(tmp_path))
+    assert result.steps == 12 and result.stopped_by is None
