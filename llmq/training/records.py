@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -130,19 +131,21 @@ class History(Mapping[str, np.ndarray]):
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[int, float]]] = {}
+        self._found: dict[str, tuple[array[int], array[float]]] = {}  # steps and values: 16 bytes for each
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, found: Mapping[str, Any]) -> None:
         """Adds a value after `step` updates for each name."""
-        for name, value in values.items():
-            self._found.setdefault(name, []).append((step, math.nan if value is None else float(value)))
+        for name, value in found.items():
+            steps, values = self._found.setdefault(name, (array("q"), array("d")))
+            steps.append(step)
+            values.append(math.nan if value is None else float(value))
 
     def steps(self, name: str) -> np.ndarray:
         """The steps (n,) int64 of the values of a metric."""
-        return np.array([step for step, _ in self._found[name]], np.int64)
+        return np.array(self._found[name][0], np.int64)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return np.array([value for _, value in self._found[name]], np.float64)
+        return np.array(self._found[name][1], np.float64)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
