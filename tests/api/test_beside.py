@@ -30,6 +30,7 @@ def on_two(given, **more):
         return run(options, ranks=ranks, console=io.StringIO(), **more)
 
 
+@pytest.mark.slow
 def test_a_process_beside_this_one_trains_with_it(given):
     alone = llmq.train(**given, name="alone", console=io.StringIO()) if "name" not in given else None
     seen = []

@@ -6,6 +6,7 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 from small_tokenizers import EOS, byte_level, save
 from tiny_engines import tiny
 from tiny_runs import write_weights
@@ -16,6 +17,7 @@ from llmq.model.config import to_hf
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))

@@ -177,6 +177,7 @@ def test_data_in_two_places_is_refused(given):
         quiet({**given, "eval_file": "eval.bin", "data": "rows"}, ROWS, HELD_OUT)
 
 
+@pytest.mark.slow
 def test_a_trainer_has_the_weights_of_the_command(given):
     write_rows(train=ROWS, validation=HELD_OUT)
     mine = weights(quiet({**given, "data": "rows"}))
@@ -201,6 +202,7 @@ def test_a_plan_needs_no_data(given):
     assert Trainer(**given).plan(console=io.StringIO()).total_bytes > 0 and not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_runs_leave_a_process_as_it_was(given):
     """Twenty, after the first; a twenty-first after one that failed, and one in a thread."""
 
