@@ -82,6 +82,7 @@ def said_by(based, model, adapter, capsys):
         yield error.exit_code, str(error)
 
 
+@pytest.mark.slow
 def test_another_base_is_said_and_a_second_merge_refused(based, capsys):
     """By the weights, whatever the folder is called; without their fingerprint by the name of the model."""
     done = trained(based, "lora", None)

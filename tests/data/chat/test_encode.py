@@ -50,8 +50,9 @@ def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
     return text + "]" * inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "tokenizer"])
-@pytest.mark.parametrize("name", ["gsm8k-test.jsonl", pytest.param("gsm8k-train.jsonl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gsm8k-test.jsonl", "gsm8k-train.jsonl"])
 def test_gsm8k_trains_exactly_the_answers_and_their_ends(shared, name, template):
     qwen = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
     lines = shared(name).read_text("utf-8").splitlines()[: 200 if "test" in name else None]

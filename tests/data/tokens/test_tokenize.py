@@ -76,6 +76,7 @@ def test_default_folders_are_named_after_text_and_tokenizer(tmp_path: Path, monk
         tokenize_data(inputs=["books/one.txt"])
 
 
+@pytest.mark.slow
 def test_real_text_with_a_real_tokenizer(tmp_path: Path, monkeypatch, shared: Callable[[str], Path]) -> None:
     """Also where it is cut into small pieces."""
     monkeypatch.setattr(text_files, "BLOCK_BYTES", 512)
