@@ -56,6 +56,14 @@ def chat_model(folder):
     return save(tokenizer, folder, {"eos_token": EOS, "chat_template": CHAT_TEMPLATE})
 
 
+def text_model(folder):
+    """A model's folder without weights, with a tokenizer."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    save(tokenizer, folder, {"eos_token": EOS})
+    (folder / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+
+
 def folder(path, **changes):
     """A model folder without weights."""
     path.mkdir()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from llmq.errors import UsageError
-from llmq.options.field import named, read_flat_yaml, refuse
+from llmq.options.field import named, plain, read_flat_yaml, refuse
 from llmq.options.parse import UNSETS, Options, minimal, shown, spellings
 
+NOWHERE: Mapping[str, str] = {}
 HELD = "rows given to train()"  # stands for data that is not there yet
 
 
@@ -33,8 +34,8 @@ class Config:
         """The same with other options. What is given takes back its alternatives, as `epochs` does `steps`; None takes
         back the option itself."""
         given = _by_key(options)
-        gone = {*_by_key(dict.fromkeys(options)), *(other for key in given for other in UNSETS.get(key, ()))}
-        gone |= {spelling.key for name in options if (spelling := spellings().get(name)) is not None}
+        gone = {spellings()[plain(name)].key for name in options if plain(name) in spellings()}
+        gone |= {other for key in given for other in UNSETS.get(key, ())}
         return Config(**{key: value for key, value in self.options.items() if key not in gone}, **given)
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -49,11 +50,7 @@ class Config:
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Config:
         """The options of a file of `name: value` lines. UsageError for one that cannot be read."""
-        values, places = read_flat_yaml(os.path.expanduser(path))
-        problems = list[str]()
-        found = named(values, spellings(), problems, places)
-        refuse(problems)
-        return cls(**found)
+        return cls(**_by_key(*read_flat_yaml(os.path.expanduser(path))))
 
     def parse(self) -> Options:
         """All options, checked. UsageError lists all that is wrong."""
@@ -61,25 +58,28 @@ class Config:
 
     def check(self) -> list[str]:
         """What a run would refuse of the options, whatever data `train` is given; empty if nothing."""
-        data = {} if {"data", "train_file"} & self.options.keys() else {"data": HELD}
         try:
-            Options.parse({**self.options, **data})
+            self._with_data()
         except UsageError as error:
             return [line.strip() for line in str(error).splitlines() if not line.endswith("need a change:")]
         return []
 
     def explain(self) -> str:
         """The options that differ from their defaults, a line each, as a run's [Options] shows them. UsageError."""
-        data = {} if {"data", "train_file"} & self.options.keys() else {"data": HELD}
-        found = minimal(Options.parse({**self.options, **data}))
+        found = minimal(self._with_data())
         width = max(map(len, found), default=0)
         return "\n".join(f"{name:<{width}} : {shown(value)}" for name, value in found.items())
 
+    def _with_data(self) -> Options:
+        """All options, checked, of a run on data that `train` is given, unless they name some. UsageError."""
+        data = {} if {"data", "train_file"} & self.options.keys() else {"data": HELD}
+        return Options.parse({**self.options, **data})
 
-def _by_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by their own names, without those that are None. UsageError."""
+
+def _by_key(options: Mapping[str, Any], places: Mapping[str, str] = NOWHERE) -> dict[str, Any]:
+    """Options by their own names, without those that are None; `places` say where a file has them. UsageError."""
     problems = list[str]()
-    found = named(options, spellings(), problems, {})
+    found = named(options, spellings(), problems, places)
     refuse(problems)
     return {key: value for key, value in found.items() if value is not None}
 
@@ -87,9 +87,9 @@ def _by_key(options: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as YAML has them: lists for tuples, text for paths."""
 
-    def plain(value: Any) -> Any:
+    def written(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
+            return [written(item) for item in value]
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-    return {key: plain(value) for key, value in options.items()}
+    return {key: written(value) for key, value in options.items()}

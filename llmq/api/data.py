@@ -11,7 +11,6 @@ so that they are tokenized once, and every rank and a resumed run find them; str
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from llmq.data.rows.held_rows import PREFIX, HeldRows, holding
-from llmq.data.tokens.cache import key_of
+from llmq.data.tokens.cache import content_hash, key_of
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import cache_folder, storage
 from llmq.errors import DataError, UsageError
@@ -201,17 +200,9 @@ def _in_cache(writers: Mapping[str, tuple[str, Write]]) -> dict[str, str]:
             names = {name: SPLITS[name] + suffix for name, (suffix, _) in writers.items()}
             for name, (_, write) in writers.items():
                 write(making / names[name])
-            folder = root / key_of({file: _sha256(making / file) for file in names.values()})
+            folder = root / key_of({file: content_hash(making / file) for file in names.values()})
             if not folder.is_dir():
                 os.rename(making, folder)
         finally:
             shutil.rmtree(making, ignore_errors=True)
     return {name: str(folder / file) for name, file in names.items()}
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

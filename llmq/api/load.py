@@ -84,11 +84,12 @@ class LoadedModel:
 
     def logits(self, tokens: Any, *, copy: bool = True) -> Any:
         """Logits (T,V) or (B,T,V) of the next token after each of `tokens`, in the model's dtype."""
-        ids, found = self._ids("tokens", tokens), []
+        given = _on_host(tokens)
+        ids, found = self._ids("tokens", given), []
         for rows in self._batches(ids, 1, copy=copy):
             logits = self._reader.logits(self._padded(ids[rows], 1))[None, :, : self.config.vocab_size]
             found.append(self._taken(logits, ids[rows], copy=copy))
-        return _joined(found, tokens)
+        return _joined(found, given)
 
     def score(self, tokens: Any, targets: Any = None, *, copy: bool = True) -> Any:
         """log p of each target (T,) or (B,T) after `tokens`, in fp32; 0 where a target is -100.
@@ -96,7 +97,8 @@ class LoadedModel:
         `targets` are of the shape of the tokens (None: the token after each, and none after the last). Logits exist
         for a part of the tokens at a time.
         """
-        ids = self._ids("tokens", tokens)
+        given = _on_host(tokens)
+        ids = self._ids("tokens", given)
         after = np.concatenate([ids[:, 1:], np.full((len(ids), 1), IGNORED, np.int32)], axis=1)
         goals = after if targets is None else self._ids("targets", targets, or_ignored=True)
         if goals.shape != ids.shape:
@@ -107,26 +109,29 @@ class LoadedModel:
             losses = self._reader.score(*about)
             losses *= -1
             found.append(self._taken(losses, ids[rows], copy=copy))
-        return _joined(found, tokens)
+        return _joined(found, given)
 
     def hidden(self, tokens: Any, *, copy: bool = True) -> Any:
         """What the head reads (T,C) or (B,T,C): the last hidden state, after the last norm, in the model's dtype."""
-        ids, found = self._ids("tokens", tokens), []
+        given = _on_host(tokens)
+        ids, found = self._ids("tokens", given), []
         for rows in self._batches(ids, self.batch_size, copy=copy):
             states = self._reader.hidden(self._padded(ids[rows], self.batch_size))
             found.append(self._taken(states, ids[rows], copy=copy))
-        return _joined(found, tokens)
+        return _joined(found, given)
 
     def loss(self, rows: Sequence[Sequence[int] | Mapping[str, Any]]) -> float:
         """The mean of -log p over the trained tokens of rows, each a document: lists of token ids, or dicts of
         `input_ids` and `labels`, which are the tokens themselves or -100. NaN without trained tokens."""
         total, count = 0.0, 0
-        for row in rows:
-            ids, labels = (row["input_ids"], row.get("labels")) if isinstance(row, Mapping) else (row, None)
-            goals = np.asarray(ids if labels is None else labels)
-            shifted = np.append(goals[1:], IGNORED)
-            total -= float(self.score(np.asarray(ids), shifted).sum())
-            count += int((shifted != IGNORED).sum())
+        for start in range(0, len(rows), self.batch_size):
+            pairs = [self._labelled(row) for row in rows[start : start + self.batch_size]]
+            shape = (len(pairs), max(len(ids) for ids, _ in pairs))
+            tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED)
+            for index, (ids, labels) in enumerate(pairs):
+                tokens[index, : len(ids)], targets[index, : len(ids) - 1] = ids, labels[1:]
+            total -= float(self.score(tokens, targets).sum())
+            count += int((targets != IGNORED).sum())
         return total / count if count else float("nan")
 
     def generate(self, prompts: object, **settings: Any) -> list[Answer] | Iterator[Answer]:
@@ -140,6 +145,17 @@ class LoadedModel:
     def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor by its name in files, those of the adapter among them, as it is held (copies, on the host)."""
         return self._reader.parameters()
+
+    def _labelled(self, row: Sequence[int] | Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens (T,) of a row, and its labels: the tokens that are trained, else -100. UsageError."""
+        ids, labels = (row["input_ids"], row.get("labels")) if isinstance(row, Mapping) else (row, None)
+        ((tokens,), goals) = (
+            self._ids("tokens", ids),
+            self._ids("labels", ids if labels is None else labels, or_ignored=True),
+        )
+        if goals.shape != (1, len(tokens)):
+            raise UsageError(f"labels are {goals[0].shape}, and tokens {tokens.shape}: give one for each token")
+        return tokens, goals[0]
 
     def _ids(self, name: str, values: Any, *, or_ignored: bool = False) -> np.ndarray:
         """Tokens as (B,T). UsageError for other shapes, types, lengths and ids."""
@@ -182,13 +198,13 @@ class LoadedModel:
         return part
 
 
-def _joined(parts: Sequence[Any], given: Any) -> Any:
+def _joined(parts: Sequence[Any], given: np.ndarray) -> Any:
     """Results of batches as one, of the rank of the tokens that were given."""
     whole = parts[0]
     if len(parts) > 1:
         arrays: Any = np if isinstance(whole, np.ndarray) else import_module("cupy")
         whole = arrays.concatenate(parts)
-    return whole[0] if _on_host(given).ndim == 1 else whole
+    return whole[0] if given.ndim == 1 else whole
 
 
 def _on_host(values: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import difflib
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -195,6 +196,10 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
     at, doing = constants.ENDPOINT, f"downloading {file} of {name}" if file else f"looking for {name}"
     page = f"{at}/{name}" if repo_type == "model" else f"{at}/datasets/{name}"
     absent = f"there is no folder {name}, and " if repo_type == "model" and not file else ""
+    # The library's transport changes with its version (requests, httpx, httpx2); the one it has loaded is meant.
+    transports = (("requests", "RequestException"), ("httpx", "HTTPError"), ("httpx2", "HTTPError"))
+    loaded = tuple(getattr(sys.modules[module], kind) for module, kind in transports if module in sys.modules)
+    xet = (errors.XetDownloadError,) if hasattr(errors, "XetDownloadError") else ()
     try:
         return request()
     except errors.HFValidationError as error:
@@ -223,7 +228,7 @@ def ask(name: str, revision: str, file: str, request: Callable[[], T], repo_type
             way_out = AGAIN
         kind = HubUnreachable if isinstance(status, int) and status >= 500 and not file else DataError
         raise kind(f"{absent}{at} answered {status} while {doing}: {way_out}") from None
-    except Exception as error:  # of the library's transport, which changes with its version
+    except (OSError, RuntimeError, ValueError, *loaded, *xet) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise StorageError(
                 f"{doing} failed in {constants.HF_HUB_CACHE}: {error.strerror}; make room or rights there, or set "

@@ -137,6 +137,14 @@ def test_the_loss_of_rows_is_that_of_an_evaluation(tmp_path, monkeypatch):
     masked = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, -100]}
     assert model.loss([masked]) == pytest.approx(-float(model.score([1, 2, 3, 4])[1]), abs=1e-6)
     assert np.isnan(model.loss([[5]]))
+    apart = [[1, 2, 3], [4], [5, 6]]  # three trained tokens
+    assert model.loss(apart) == pytest.approx(
+        sum((len(row) - 1) * model.loss([row]) for row in (apart[0], apart[2])) / 3
+    )
+    with pytest.raises(UsageError, match=r"labels are \(1,\), and tokens \(2,\)"):
+        model.loss([{"input_ids": [1, 2], "labels": [1]}])
+    with pytest.raises(UsageError, match="tokens are"):
+        model.loss([[1, 2], []])
 
 
 @pytest.mark.parametrize("how", ["lora_rank", "prompt_tuning"])

@@ -1,18 +1,12 @@
 """The examples of docs/python.md, run one after the other on a tiny model."""
 
 import io
-import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from small_tokenizers import EOS, byte_level, save
-from tiny_engines import tiny
-from tiny_runs import write_weights
-from tokenizers import decoders
-
-from llmq.model.config import to_hf
+from tiny_runs import text_model, write_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
-    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    text_model(tmp_path / "source")
     write_weights("source", tmp_path / "model", tokenizer=tmp_path / "source")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL)
     names: dict[str, object] = {}

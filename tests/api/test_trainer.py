@@ -14,16 +14,12 @@ import numpy as np
 import pyarrow
 import pytest
 from safetensors.numpy import load_file
-from small_tokenizers import EOS, byte_level, save
-from tiny_engines import tiny
-from tiny_runs import hash_of, tiny_options
-from tokenizers import decoders
+from tiny_runs import hash_of, text_model, tiny_options
 
 import llmq
 from llmq import Config, Trainer
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import DataError, UsageError
-from llmq.model.config import to_hf
 
 ROWS = [{"text": f"the number {i}, " * (1 + i % 5)} for i in range(60)]
 HELD_OUT = [{"text": f"another {i}, " * (1 + i % 3)} for i in range(8)]
@@ -34,10 +30,7 @@ def given(tmp_path, monkeypatch):
     """Options of a small run, without data, in a folder and with a cache of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    save(tokenizer, tmp_path / "source", {"eos_token": EOS})
-    (tmp_path / "source" / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
+    text_model(tmp_path / "source")
     shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 4, "eval_every_n_steps": 2}
     about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
     return {**about, **shape, "name": "run", "overwrite": True}

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from llmq.data.rows.row_files import BadRow, Located, Record, Row
+from llmq.data.rows.row_files import Located, Row, as_row
 from llmq.errors import DataError, UsageError
 
 LOOKED_AT = 32  # rows that the format is found from; they are read again
@@ -84,9 +84,7 @@ class HeldRows:
         place = f"{self.name}:{number + 1}"
         if isinstance(row, str):
             row = {"text": row}
-        if not isinstance(row, Mapping):
-            return BadRow(place, f"a {type(row).__name__}, where a row is a dict with fields, or a text")
-        return Record(place, dict(row)) if row else BadRow(place, "the row is empty")
+        return as_row(place, dict(row) if isinstance(row, Mapping) else row)
 
     def num_rows(self) -> int:
         """Asked for only where a pass has no rows."""

@@ -169,14 +169,15 @@ def _json_lines(file: RowFile, start: int) -> Iterator[Located]:
 def _json_row(place: str, line: bytes) -> Row:
     try:
         text = line.decode("utf-8-sig").strip()
-        return _object(place, json.loads(text) if text else {})
+        return as_row(place, json.loads(text) if text else {})
     except UnicodeDecodeError as error:
         return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
     except (RecursionError, ValueError) as error:
         return BadRow(place, f"not JSON ({error})")
 
 
-def _object(place: str, value: Any) -> Row:
+def as_row(place: str, value: Any) -> Row:
+    """A value as the row at `place`: an object with fields, or what is wrong with it."""
     if not isinstance(value, dict):
         return BadRow(place, f"{kind_of(value)}, where a row is an object with fields")
     return Record(place, value) if value else BadRow(place, "the row is empty")
@@ -205,7 +206,7 @@ def _json_array(file: RowFile, start: int) -> Iterator[Located]:
     if not isinstance(values, list):
         raise DataError(f"{file.name}: not an array of rows ([{{...}}, ...]): a file with a row a line is .jsonl")
     for row, value in enumerate(values):
-        yield row, partial(_object, file.place(row), value)
+        yield row, partial(as_row, file.place(row), value)
 
 
 def _csv(file: RowFile, start: int) -> Iterator[Located]:
