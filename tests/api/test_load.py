@@ -6,10 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_engines import tiny
 from tiny_runs import folder, on_weights, write_weights
 
 import llmq
 from llmq.errors import UsageError
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import padded_vocab
+from llmq.plan.memory import Memory
+from llmq.plan.precision import Precision
+from llmq.plan.reading import plan_reading
+from llmq.plan.spec import Spec
+from llmq.tensor import stored_bytes
 
 T, V = 24, 97
 
@@ -117,6 +125,16 @@ def test_tokens_may_be_what_has_them(model, kind):
 def test_what_is_no_tokens_is_refused(model, ids, match):
     with pytest.raises(UsageError, match=match):
         model.score(ids)
+
+
+def test_scores_hold_a_part_of_the_logits():
+    """Of 16,384 tokens those of 2,048 at a time; those that `logits` leaves are of one row."""
+    config, sizes = tiny(num_layers=1, vocab_size=32_000), (8, 2048)
+    plan = plan_reading(Spec(config, Precision(), Memory(), Hyperparameters(), *sizes))
+    a_part = 4 * 2048 * padded_vocab(config)
+    arena = plan.programs["score"].arena_bytes["device"]
+    assert a_part < arena < 1.1 * a_part
+    assert max(stored_bytes(ref) for ref in plan.persistent.values()) == a_part
 
 
 def test_other_settings_are_refused(model_folder):
