@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -119,6 +119,16 @@ class Screen:
             )
             self._bars.start()
         return self._bars
+
+
+def fact_lines(facts: Mapping[str, Any]) -> list[str]:
+    """A line for each fact, which goes below a title."""
+
+    def shown(value: Any) -> str:
+        return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "-" if value is None else str(value)
+
+    width = max(map(len, facts), default=0)
+    return [f"  {name:<{width}} : {shown(value)}" for name, value in facts.items()]
 
 
 def unreported(done: int, total: int | None) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.options.field import named, plain, read_flat_yaml, refuse
-from llmq.options.parse import UNSETS, Options, minimal, shown, spellings
+from llmq.options.parse import UNSETS, Options, minimal, spellings
+from llmq.screen import fact_lines
 
 NOWHERE: Mapping[str, str] = {}
 HELD = "rows given to train()"  # stands for data that is not there yet
@@ -64,11 +65,13 @@ class Config:
             return [line.strip() for line in str(error).splitlines() if not line.endswith("need a change:")]
         return []
 
-    def explain(self) -> str:
-        """The options that differ from their defaults, a line each, as a run's [Options] shows them. UsageError."""
-        found = minimal(self._with_data())
-        width = max(map(len, found), default=0)
-        return "\n".join(f"{name:<{width}} : {shown(value)}" for name, value in found.items())
+    def explain(self, *, only_changes: bool = False) -> str:
+        """The block [Options] that a run prints; with `only_changes` the lines of those that differ from their
+        defaults. UsageError."""
+        options = self._with_data()
+        return "\n".join(
+            fact_lines(minimal(options)) if only_changes else ["[Options]", *fact_lines(options.to_flat())]
+        )
 
     def _with_data(self) -> Options:
         """All options, checked, of a run on data that `train` is given, unless they name some. UsageError."""

@@ -61,7 +61,7 @@ def quick_start(
                 trainer.plan(data, val, console=io.StringIO())
             except MemoryLimitError:
                 continue
-        print(f"Strategy {strategy}:", *(f"  {line}" for line in config.explain().splitlines()), sep="\n")
+        print(f"Strategy {strategy}:", config.explain(only_changes=True), sep="\n")
         return trainer.train(data, val, callbacks)
     raise AssertionError("the last strategy is tried whether it fits or not")
 

@@ -1,4 +1,5 @@
-"""Training curves of one or several runs: loss raw and smoothed, evaluation loss, norm, learning rate, tokens/s.
+"""Training curves of one or several runs: loss raw and smoothed, evaluation loss, norm, learning rate, tokens/s, and
+the numbers that callbacks logged.
 
 And in numbers: means over the last steps of each, and how far they are from those of the first run. One step's loss
 means little: it is that of one batch. Runs on the same data and seed see the same batches, whose noise is in all means.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e0a100", "#0c8599", "#c2255c", "#5f3dc4", "#495057")
+WIDTH, HEIGHT, MORE_HEIGHT, COLUMNS = 11, 6.2, 2.2, 3  # inches, of which each row of callbacks' numbers adds some
 MANY_POINTS = 20_000  # matplotlib looks at each of them for the legend's best place
 INK, FAINT = "#24292f", "#8c959f"
 STYLE: dict[str, Any] = {
@@ -105,7 +107,7 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
         ) from error
     style: Any = {**dict(matplotlib.rcParamsDefault), **STYLE}  # not the user's matplotlibrc
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(11, 6.2), dpi=160, facecolor="white")
+        figure = Figure(dpi=160, facecolor="white")
         _draw(figure, [_run(*one) for one in zip(logs, labels(logs), cycle(COLOURS), strict=False)])
         image = io.BytesIO()
         figure.savefig(image, format=kind, metadata={"Date": None} if kind == "svg" else None)
@@ -119,9 +121,21 @@ def _run(log: Log, label: str, colour: str) -> PlottedRun:
 
 
 def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
-    top = 0.825 if len(runs) == 1 else 0.87  # one run has a line of facts under its name
+    metrics = list(dict.fromkeys(name for run in runs for name in run.log.metrics))
+    more = -(-len(metrics) // COLUMNS)  # rows of panels below the others
+    height = HEIGHT + more * MORE_HEIGHT
+    figure.set_size_inches(WIDTH, height)
+    head = 1.08 if len(runs) == 1 else 0.8  # inches; one run has a line of facts under its name
     grid = figure.add_gridspec(
-        2, 3, height_ratios=(1.45, 1), left=0.055, right=0.985, bottom=0.075, top=top, wspace=0.2, hspace=0.38
+        2 + more,
+        COLUMNS,
+        height_ratios=(1.45, *[1] * (1 + more)),
+        left=0.055,
+        right=0.985,
+        bottom=0.46 / height,
+        top=1 - head / height,
+        wspace=0.2,
+        hspace=0.38,
     )
     loss = figure.add_subplot(grid[0, :2], title="training loss")
     held_out = figure.add_subplot(grid[0, 2], title="evaluation loss")
@@ -129,6 +143,12 @@ def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
         figure.add_subplot(grid[1, i], title=title)
         for i, title in enumerate(("gradient norm", "learning rate", "tokens/s"))
     )
+    own = [figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS]) for i in range(len(metrics))]
+    for axes, name in zip(own, metrics, strict=True):
+        axes.set_title(name, parse_math=False)
+        for run in runs:
+            steps, values = run.log.metrics.get(name, (np.array([]), np.array([])))
+            axes.plot(steps, _finite(values), color=run.colour, linewidth=1.5, marker="." if steps.size < 100 else None)
     alone = len(runs) == 1
     for run in runs:
         train, evals = run.log.train, run.log.eval
@@ -150,7 +170,7 @@ def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
         rate.plot(train["step"], _finite(train["lr"]), color=run.colour, linewidth=1.7, marker=dotted)
         speed.plot(train["step"], _finite(train["tps"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)
     _mark_lost_steps(loss, runs)
-    _finish(figure, (loss, held_out, norm, rate, speed), runs)
+    _finish(figure, (loss, held_out, norm, rate, speed, *own), runs)
 
 
 def _mark_lost_steps(axes: Axes, runs: Sequence[PlottedRun]) -> None:
@@ -168,7 +188,7 @@ def _mark_lost_steps(axes: Axes, runs: Sequence[PlottedRun]) -> None:
 def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[PlottedRun]) -> None:
     from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-    loss, held_out, norm, rate, speed = panels
+    loss, held_out, norm, rate, speed, *_ = panels
     last = max(1, *(run.log.last_step for run in runs))
     for axes in panels:
         axes.set_xlim(0, last + 0.5 if last < 50 else last * 1.01)
@@ -190,9 +210,10 @@ def _finish(figure: Figure, panels: Sequence[Axes], runs: Sequence[PlottedRun]) 
         held_out.set_yticks([])
     plain: dict[str, Any] = {"va": "center", "parse_math": False}  # $ in a name is no formula
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", **plain)
+    height = figure.get_figheight()
+    figure.text(0.012, 1 - 0.28 / height, title, fontsize=14, fontweight="bold", **plain)
     if len(runs) == 1:
-        figure.text(0.012, 0.912, _summary(runs[0]), fontsize=9.5, color="#57606a", **plain)
+        figure.text(0.012, 1 - 0.55 / height, _summary(runs[0]), fontsize=9.5, color="#57606a", **plain)
     points = sum(run.loss.size for run in runs)
     legend = loss.legend(loc="best" if points < MANY_POINTS else "upper right")
     for text in legend.get_texts():

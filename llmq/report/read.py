@@ -18,12 +18,14 @@ TABLES = {  # the numbers of each kind of record
     "eval": (*(f.name for f in fields(EvalRecord)), "tps", "time"),
     "gpu": (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time"),
 }
+OF_STEPS = ("metrics", "samples", "fp8")  # events that belong to steps, and go with them
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log as read. Tables are columns by name: `step` int64, all others float64 (NaN where not known)."""
+    """A log as read, without what a resume dropped. Tables are columns by name: `step` int64, all others float64 (NaN
+    where not known)."""
 
     path: Path
     header: dict[str, Any]
@@ -31,6 +33,7 @@ class Log:
     eval: dict[str, np.ndarray]
     eval_set: np.ndarray  # of each evaluation: a number, the same for those on the same held-out tokens
     gpu: dict[str, np.ndarray]
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]]  # that callbacks logged, by name: steps int64, values float64
     events: tuple[dict[str, Any], ...]  # every other record, in order
 
     @property
@@ -107,12 +110,27 @@ def read_log(path: Path) -> Log:
         events.append(record)
         if record["type"] == "resume":
             held = _held_out(record)
+            events = [one for one in events if one["type"] not in OF_STEPS or one["step"] <= record["step"]]
             for kind, table in tables.items():
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
     columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
     numbers = {one: number for number, one in enumerate(dict.fromkeys(sets.values()))}
     eval_set = np.array([numbers[sets[step]] for step in columns["eval"]["step"].tolist()], np.int64)
-    return Log(path, header, columns["train"], columns["eval"], eval_set, columns["gpu"], tuple(events))
+    return Log(
+        path, header, columns["train"], columns["eval"], eval_set, columns["gpu"], _metrics(events), tuple(events)
+    )
+
+
+def _metrics(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What callbacks logged, by name and in the order of the steps; the last value of a step counts."""
+    found: dict[str, dict[int, float]] = {}
+    for event in events:
+        for name, value in event["values"].items() if event["type"] == "metrics" else ():
+            found.setdefault(name, {})[event["step"]] = _number(value)
+    return {
+        name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)], np.float64))
+        for name, values in found.items()
+    }
 
 
 def _held_out(record: Mapping[str, Any]) -> str:
@@ -156,13 +174,16 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         raise ValueError("not a JSON object with a type")
     kind = record["type"]
-    if kind in (*TABLES, "resume"):
+    if kind in (*TABLES, *OF_STEPS, "resume"):
         step = record.get("step")
         if type(step) is not int or not 0 <= step < 2**63:
             raise ValueError(f"step is {step!r}, not a count")
     if kind == "header" and not isinstance(record.get("options"), (dict, type(None))):
         raise ValueError("options are not an object")
-    wrong = [f"{c} is {record[c]!r}" for c in TABLES.get(kind, ()) if c in record and not _is_number(record[c])]
+    if kind == "metrics" and not isinstance(record.get("values"), dict):
+        raise ValueError("values are not an object")
+    numbers = record["values"] if kind == "metrics" else {c: record[c] for c in TABLES.get(kind, ()) if c in record}
+    wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _is_number(value)]
     if wrong:
         raise ValueError("not a number: " + ", ".join(wrong))
     return record
@@ -178,12 +199,12 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
+def _number(value: Any) -> float:
+    return math.nan if value is None else NON_FINITE[value] if isinstance(value, str) else float(value)
+
+
 def _columns(rows: Mapping[int, Mapping[str, Any]], names: Iterable[str]) -> dict[str, np.ndarray]:
     """Columns of the records, ordered by step."""
     ordered = [rows[step] for step in sorted(rows)]
-
-    def number(value: Any) -> float:
-        return math.nan if value is None else NON_FINITE[value] if isinstance(value, str) else float(value)
-
-    table = {name: np.array([number(row.get(name)) for row in ordered], np.float64) for name in names}
+    table = {name: np.array([_number(row.get(name)) for row in ordered], np.float64) for name in names}
     return {**table, "step": np.array([row["step"] for row in ordered], np.int64)}

@@ -1,5 +1,5 @@
-"""A finished log to Weights & Biases: the options as its config, every train, eval and gpu record and all samples at
-their steps.
+"""A finished log to Weights & Biases: the options as its config, every train, eval and gpu record, what callbacks
+logged, and all samples, at their steps.
 
 The run's id comes from the log's header, so exporting the same log again finds the same run, and only the steps that
 W&B does not have yet are sent (W&B's history cannot be rewritten: steps of an abandoned line stay there).
@@ -128,21 +128,10 @@ def _history(log: Log) -> dict[int, dict[str, float]]:
             if not np.isnan(written := float(table["time"][row])):
                 values["_timestamp"] = written
             history.setdefault(step, {}).update(values)
-    for step, values in _own_metrics(log).items():
-        history.setdefault(step, {}).update(values)
+    for name, (steps, numbers) in log.metrics.items():
+        for step, value in zip(steps.tolist(), numbers.tolist(), strict=True):
+            history.setdefault(step, {})[f"metrics/{name}"] = value
     return dict(sorted(history.items()))
-
-
-def _own_metrics(log: Log) -> dict[int, dict[str, float]]:
-    """What callbacks logged, by step, as `metrics/NAME`."""
-    found: dict[int, dict[str, float]] = {}
-    for event in log.events:
-        if event["type"] == "resume":
-            found = {step: values for step, values in found.items() if step <= event["step"]}
-        elif event["type"] == "metrics":
-            values = {f"metrics/{name}": float(value) for name, value in event["values"].items()}
-            found.setdefault(event["step"], {}).update(values)
-    return found
 
 
 def _samples(log: Log) -> dict[int, list[list[str]]]:

@@ -24,8 +24,9 @@ token, `sol` is a fraction of the speed of light, `epoch` counts passes over the
 JSON has no word for a number that is not finite, so such a number is one of the strings "NaN", "Infinity",
 "-Infinity"; the reader makes numbers of them again in the tables of train, eval and gpu records. What is not known is
 null (NaN in the tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier
-rows of steps beyond S, and of several records of one step and type the last one counts. A last line without an end is
-what a killed process leaves: the reader ignores it and a continued run removes it.
+rows, samples, metrics and fp8 records of steps beyond S, and of several records of one step and type the last one
+counts. A last line without an end is what a killed process leaves: the reader ignores it and a continued run removes
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
-from llmq.screen import AFTER_S, Report, Screen, Words
+from llmq.screen import AFTER_S, Report, Screen, Words, fact_lines
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, to_json
 
 if TYPE_CHECKING:
@@ -295,7 +296,5 @@ class RunLog:
 
     def items(self, facts: Mapping[str, Any]) -> None:
         """A line for each fact, below a title."""
-        width = max(map(len, facts), default=0)
-        for name, value in facts.items():
-            shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-            self.say(f"  {name:<{width}} : {'-' if shown is None else shown}")
+        for line in fact_lines(facts):
+            self.say(line)

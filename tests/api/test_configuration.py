@@ -1,7 +1,9 @@
 """`Config`: options as a value, in YAML, and what a run would refuse of them."""
 
 import pytest
+from tiny_runs import tiny_options
 
+import llmq
 from llmq import Config, presets
 from llmq.errors import UsageError
 
@@ -45,8 +47,16 @@ def test_what_would_be_refused_is_listed():
     ]
 
 
-def test_it_explains_what_differs_from_the_defaults():
-    lines = dict(line.split(" : ") for line in Config(model="m", lora_rank=4, steps=9).explain().splitlines())
+def test_it_explains_all_options_as_a_run_prints_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = tiny_options(tmp_path) | {"dry_run": True}
+    console = given.pop("console")
+    llmq.train(**given, console=console)
+    text = Config(**given).explain()
+    assert f"{text}\n[" in console.getvalue() and text.startswith("[Options]\n  model ")
+    assert Config(model="m").explain() == Config(model="m", seq_len=None).explain() != text
+    few = Config(model="m", lora_rank=4, steps=9).explain(only_changes=True)
+    lines = dict(line.split(" : ") for line in few.splitlines())
     found = {name.strip(): value for name, value in lines.items()}
     assert found["lora_rank"] == "4" and found["steps"] == "9" and "seq_len" not in found
 

@@ -1,6 +1,7 @@
 """Plots: what is drawn is what the logs say, and the image is a whole one."""
 
 import io
+import json
 import math
 import subprocess
 import sys
@@ -216,3 +217,24 @@ def test_the_table_says_how_far_runs_are_from_the_first() -> None:
     assert [cell.strip() for cell in lines[0].split("\u2502")[3:7]] == ["2.0000", "30", "2.5000", "2"]
     assert "2.0100 (+0.50%)" in lines[1] and "2.4000 (-4.00%)" in lines[1] and "1,300" in lines[1]
     assert "nan" not in text
+
+
+def test_numbers_of_callbacks_have_panels_of_their_own(tmp_path: Path, figures: list[Figure]) -> None:
+    """Without what a resume dropped; of one name in two runs both lines."""
+    one, two, plain = (write_run(tmp_path / name) / "log.jsonl" for name in "abc")
+    numbers = [(1, {"$_$": 1.0, "b": "NaN"}), (2, {"b": 5}), (1, {"b": 3.0})]
+    lines = [{"type": "metrics", "step": step, "values": values} for step, values in numbers]
+    with one.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in [*lines, {"type": "resume", "step": 1}])
+    with two.open("a") as file:
+        file.write(json.dumps({"type": "metrics", "step": 9, "values": {"b": 7, "c": 1, "d": 2}}) + "\n")
+    plot_runs(read_runs([plain, one, two]), tmp_path / "out.png")
+    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes[5:]}
+    assert list(panels) == ["$_$", "b", "c", "d"]
+    drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in panels["b"].lines]
+    assert drawn == [([], []), ([1], [3.0]), ([9], [7.0])]
+    assert plot_runs(read_runs([one]), tmp_path / "one.png") and len(figures[1].axes) == 7
+    with one.open("a") as file:
+        file.write('{"type": "metrics", "step": 2, "values": {"b": "x"}}\n{"type": "metrics", "step": 2}\n')
+    with pytest.raises(DataError, match=r"(?s)not a number: b is 'x'.*values are not an object"):
+        read_log(one)
