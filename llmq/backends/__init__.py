@@ -73,7 +73,8 @@ class BackendMemory(Protocol):
 
     `start_read` copies a storage as it is after all that was run before, and returns what waits for the copy.
     `room` is where held copies in a home are made, while no program runs: their slices take the place of its slots.
-    `settle` waits for all that was run, and for what a caller has begun with arrays that it was given.
+    Within `in_turn` work on arrays is done in the order of programs, after what the caller has begun on the device;
+    when it ends, all of that is done.
     `homes_in_order` are those that a launch fills when its turn comes; elsewhere, Python would be too early.
     """
 
@@ -87,7 +88,7 @@ class BackendMemory(Protocol):
     def start_read(self, name: str) -> Callable[[], np.ndarray]: ...
     def read_scalars(self, names: Sequence[str]) -> list[float]: ...
     def fill(self, name: str, value: float) -> None: ...
-    def settle(self) -> None: ...
+    def in_turn(self) -> AbstractContextManager[None]: ...
 
 
 class Backend(Protocol):

@@ -192,9 +192,12 @@ class DeviceMemory:
         self._stream.synchronize()
         return [float(value[0]) for value in found]
 
-    def settle(self) -> None:
-        """Waits for the stream of the plan, and for the one that CuPy's callers use."""
-        cupy.cuda.get_current_stream().synchronize()
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Within, CuPy works on the stream, after what is on the one that is current before; then it waits."""
+        _after(cupy.cuda.get_current_stream(), [self._stream])
+        with self._stream:
+            yield
         self._stream.synchronize()
 
     def fill(self, name: str, value: float) -> None:
@@ -396,7 +399,7 @@ class _Program:
         return graph
 
     def _launch(self) -> None:
-        self._after(self._main, self._sides)
+        _after(self._main, self._sides)
         for indices, before, runs, after in self._groups:
             launches = [self._launches[index] for index in indices]
             stream = self._streams[launches[0].lane]
@@ -413,7 +416,7 @@ class _Program:
             for index in self._events.keys() & indices:
                 self._events[index].record(stream)
         for side in self._sides:
-            self._after(side, [self._main])
+            _after(side, [self._main])
 
     @contextmanager
     def _collective(self, known: dict[str, Any]) -> Iterator[None]:
@@ -426,9 +429,10 @@ class _Program:
         if ended is not None:
             launch("count", "count", 1, 1, (ended,), {})
 
-    def _after(self, stream: Any, others: Sequence[Any]) -> None:
-        """What comes next on `others` runs after what `stream` has to do so far."""
-        for other in others:
-            event = cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
-            other.wait_event(event)
+
+def _after(stream: Any, others: Sequence[Any]) -> None:
+    """What comes next on `others` runs after what `stream` has to do so far."""
+    for other in others:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        other.wait_event(event)

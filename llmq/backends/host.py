@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,8 +81,9 @@ class HostMemory:
         """Sets every element of a storage."""
         set_every(self._arrays[name], value)
 
-    def settle(self) -> None:
-        """Nothing: all is done when a call returns."""
+    def in_turn(self) -> AbstractContextManager[None]:
+        """Nothing to wait for: all is done when a call returns."""
+        return nullcontext()
 
 
 def set_every(array: np.ndarray, value: float) -> None:

@@ -10,7 +10,7 @@ from llmq.protocols import Ops, Parameters, Slots
 
 
 class TargetScores(LogitsReader):
-    """-log p of the targets: a.batch.loss (B,T), 0 for those that are ignored."""
+    """-log p of the targets: a.batch.score (B,T), 0 for those that are ignored."""
 
     def __init__(self, vocab_size: int) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": 0.0}
@@ -18,11 +18,11 @@ class TargetScores(LogitsReader):
     def forward(self, ops: Ops, at: Chunk) -> None:
         """Those of a chunk <- at.a.logits, targets. The gradient is never made."""
         batch = at.a.batch
-        ops.cross_entropy(at.d.logits, at.of(batch.loss), at.a.logits, at.of(batch.targets), **self.numbers)
+        ops.cross_entropy(at.d.logits, at.of(batch.score), at.a.logits, at.of(batch.targets), **self.numbers)
 
 
 class WholeLogits(LogitsReader):
-    """The logits themselves: a.batch.logits (B*T,Vp)."""
+    """The logits themselves: a.batch.logits (B,T,Vp)."""
 
     def forward(self, ops: Ops, at: Chunk) -> None:
         """Those of a chunk <- at.a.logits."""

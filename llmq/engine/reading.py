@@ -11,15 +11,18 @@ from llmq.model.rope import rope_table
 from llmq.plan.names import storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
+from llmq.tensor import IGNORED, Ref
 
 
 class ModelReader(StoredPlan):
-    """Runs the programs of `plan_reading`, whose results are arrays of the device, valid until the next call."""
+    """Runs the programs of `plan_reading`. Results are arrays of the device."""
 
-    def __init__(self, plan: Plan, backend: Backend, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
-        """With the weights in `parameters`, whole and padded, of any float dtype."""
+    def __init__(
+        self, plan: Plan, backend: Backend, parameters: Iterable[tuple[Row, np.ndarray]], *, num_virtual: int = 0
+    ) -> None:
+        """With the weights in `parameters`, whole and padded, of any float dtype; rows begin with virtual tokens."""
         super().__init__(plan, backend)
-        spec = plan.spec
+        spec, self._num_virtual = plan.spec, num_virtual
         self._set(parameters, plan.rows)
         self.write(self._cells.read_rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
         for name in plan.programs:
@@ -27,17 +30,28 @@ class ModelReader(StoredPlan):
             if self._has(positions):
                 self.write(positions, np.broadcast_to(np.arange(spec.seq_len), positions.shape))
 
-    def score(self, tokens: np.ndarray, targets: np.ndarray) -> Any:
-        """-log p (B,T) of targets (B,T) after tokens (B,T) int; 0 where a target is -100."""
-        return self._run("score", "loss", tokens, targets)
+    def read_rows(self, name: str, tokens: Any, targets: Any = None) -> Any:
+        """A copy of what a program leaves of rows of tokens (n,T), a batch of them at a time: logits (n,T,V), score
+        (n,T), which is log p of `targets` (n,T), or None for the token after each, or hidden (n,T,C).
 
-    def logits(self, tokens: np.ndarray) -> Any:
-        """Logits (T,Vp) of one row of tokens (1,T)."""
-        return self._run("logits", "logits", tokens)
+        Tokens are whole numbers of any type, on the host or the device.
+        """
+        found = self._result(name)
+        whole = type(found)((*tokens.shape, *found.shape[2:]), found.dtype)
+        with self._memory.in_turn():
+            for start in range(0, len(tokens), self.batch_size(name)):
+                rows = slice(start, start + self.batch_size(name))
+                whole[rows] = self._run(name, tokens[rows], targets if targets is None else targets[rows])
+        return whole
 
-    def hidden(self, tokens: np.ndarray) -> Any:
-        """The residual stream after the last norm (B,T,C) of tokens (B,T)."""
-        return self._run("hidden", "hidden", tokens)
+    def view_rows(self, name: str, tokens: Any, targets: Any = None) -> Any:
+        """The same of at most a batch, where the program leaves it: valid until the next call."""
+        with self._memory.in_turn():
+            return self._run(name, tokens, targets)
+
+    def batch_size(self, name: str) -> int:
+        """Rows that a program reads at a time."""
+        return int(self._cells[name].tokens.shape[0])
 
     def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor of the model by its name in files (a copy, on the host)."""
@@ -45,12 +59,30 @@ class ModelReader(StoredPlan):
             values = self.parameter(row.name).reshape(row.part_axes)
             yield from ((part.name, values[part.start : part.stop]) for part in row.parts)
 
-    def _run(self, name: str, output: str, tokens: np.ndarray, targets: np.ndarray | None = None) -> Any:
+    def _run(self, name: str, tokens: Any, targets: Any) -> Any:
         batch = self._cells[name]
-        self._memory.settle()  # what still reads the results of the call before
-        self.write(batch.tokens, tokens)
-        if targets is not None:
-            self.write(batch.targets, targets)
+        self._feed(batch.tokens, tokens, 0)
+        if name == "score":
+            self._feed(batch.targets, tokens[:, 1:] if targets is None else targets, IGNORED)
         self.run(name)
-        self._memory.settle()
-        return self._memory.array(storage_name(getattr(batch, output)))
+        found = self._result(name)[self._places(tokens)]
+        return np.subtract(0, found, out=found) if name == "score" else found  # of the loss, which is -log p
+
+    def _result(self, name: str) -> Any:
+        """What a program leaves of all its rows, without the padding of the vocabulary."""
+        whole = self._memory.array(storage_name(self._cells[name][name]))
+        return whole[..., : self.plan.spec.config.vocab_size] if name == "logits" else whole
+
+    def _places(self, ids: Any) -> tuple[slice, slice]:
+        """Where rows of ids (n,T) are in a batch: after the virtual tokens."""
+        return slice(len(ids)), slice(self._num_virtual, self._num_virtual + ids.shape[1])
+
+    def _feed(self, ref: Ref, ids: Any, rest: int) -> None:
+        """Ids (n,T) in the rows that a program reads, and `rest` beside them."""
+        slot = self._memory.array(storage_name(ref))
+        there = isinstance(ids, type(slot))  # else on the host, for a GPU
+        rows = slot if there else np.empty(ref.shape, np.int32)
+        rows.fill(rest)
+        rows[self._places(ids)] = ids
+        if not there:
+            self.write(ref, rows)

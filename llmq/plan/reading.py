@@ -28,8 +28,8 @@ def plan_reading(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
     b, t, act = spec.batch_size, spec.seq_len, p.model
     rope = Ref("read.rope", "const", (t, config.head_dim), p.stat)
     outputs = {
-        "score": Ref("score.loss", "batch", (b, t), p.stat),
-        "logits": Ref("logits.logits", "batch", (t, padded_vocab(config)), act),
+        "score": Ref("score.score", "batch", (b, t), p.stat),
+        "logits": Ref("logits.logits", "batch", (1, t, padded_vocab(config)), act),
         "hidden": Ref("hidden.hidden", "batch", (b, t, config.hidden_size), act),
     }
     models = {
@@ -45,8 +45,7 @@ def plan_reading(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
         size = 1 if name == "logits" else b
         shapes = dict.fromkeys(("tokens", "targets", "positions"), (size, t))
         refs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()}
-        out = outputs[name]
-        cells[name] = batch = Frame({**refs, out.name.rpartition(".")[2]: out})
+        cells[name] = batch = Frame({**refs, name: outputs[name]})
         shared = {"batch": batch, "const": Frame({"rope": rope})}
         frames = Frames(model, shared, size, t, config.hidden_size, act, p.stat)
         programs[name] = finished(name, forms(prune(_inferred(model, frames, weights)), {}))

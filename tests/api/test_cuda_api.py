@@ -7,6 +7,7 @@ import pytest
 from tiny_runs import folder, on_weights, weights_of, write_weights
 
 import llmq
+from llmq.errors import UsageError
 
 pytestmark = pytest.mark.gpu
 T, V = 32, 97
@@ -34,6 +35,87 @@ def test_a_model_reads_as_on_the_cpu(model_folder, dtype, bound):
     view = mine.hidden(ids[:2], copy=False)
     assert np.array_equal(cupy.asnumpy(view), cupy.asnumpy(mine.hidden(ids[:2])))
     assert cupy.shares_memory(view, mine.hidden(ids[:2], copy=False))
+
+
+class Shared:
+    """An array of another library that lies on the GPU."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **about):
+        return self._array.__dlpack__(**about)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [lambda ids: ids, Shared], ids=["CuPy", "DLPack"])
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_ids_on_the_gpu_stay_there_and_views_take_no_memory(model_folder, monkeypatch, kind, dtype):
+    """With everything that would copy to or from the host, or allocate on the GPU, refused."""
+    import cupy
+
+    model = llmq.load(model_folder, device="cuda", batch_size=2, seq_len=T)
+    drawn = np.random.default_rng(0).integers(0, V, (3, 2, T - 3)).astype(dtype)
+    first, ids, goals = (kind(cupy.asarray(part)) for part in drawn)
+    row = kind(cupy.asarray(drawn[1, :1]))
+    calls = {
+        "logits": lambda ids, goals, **about: model.logits(row, **about),
+        "score": model.score,
+        "score of what follows": lambda ids, goals, **about: model.score(ids, **about),
+        "hidden": lambda ids, goals, **about: model.hidden(ids, **about),
+    }
+    wanted = {name: call(ids, goals) for name, call in calls.items()}
+    on_host = {"score": model.score(*drawn[1:]), "hidden": model.hidden(drawn[1])}
+    for call in calls.values():
+        for _ in range(2):  # eagerly, then as a graph
+            call(first, goals, copy=False)
+
+    def refused(*arguments, **about):
+        raise AssertionError("a copy was made")
+
+    monkeypatch.setattr(cupy, "asnumpy", refused)
+    monkeypatch.setattr(type(model._reader), "write", refused)
+    for name, call in calls.items():
+        pool = cupy.get_default_memory_pool()
+        before = pool.used_bytes(), pool.total_bytes()
+        with cupy.cuda.using_allocator(refused):
+            view = call(ids, goals, copy=False)
+        assert (pool.used_bytes(), pool.total_bytes()) == before
+        assert bool((view == wanted[name]).all()), name
+        assert not cupy.shares_memory(view, wanted[name])
+    assert all(bool((cupy.asarray(found) == wanted[name]).all()) for name, found in on_host.items())
+
+
+def test_wrong_ids_on_the_gpu_are_named(model_folder):
+    import cupy
+
+    model = llmq.load(model_folder, device="cuda", batch_size=2, seq_len=T)
+    ids = cupy.arange(4 * T, dtype=np.int64).reshape(4, T) % V
+    ids[2, 5], ids[3, 1] = V, -1
+    with pytest.raises(UsageError, match="tokens: number 5 of row 2 is 97, and the vocabulary has ids 0 to 96"):
+        model.score(ids)
+    with pytest.raises(UsageError, match="targets: number 1 of row 1 is -1"):
+        model.score(ids[:2], cupy.asarray([[-100] * T, [-100, -1] + [3] * (T - 2)]))
+    for wrong, match in (
+        (ids * 1.0, "of float64"),
+        (ids[None], r"tokens are \(1, 4, 32\)"),
+        (ids[:, :0], "tokens are"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            model.score(wrong)
+    ids[2, 5] = ids[3, 1] = 2**32 + 1  # which is 1 in 32 bits
+    with pytest.raises(UsageError, match="number 5 of row 2 is 4294967297"):
+        model.score(ids)
+
+
+def test_results_are_what_others_take(model_folder):
+    import cupy
+
+    for dtype in ("fp32", "bf16"):
+        found = llmq.load(model_folder, dtype=dtype, device="cuda", batch_size=2, seq_len=T).hidden([1, 2, 3])
+        assert bool((cupy.from_dlpack(Shared(found)) == found).all())
 
 
 def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch):

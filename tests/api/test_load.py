@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,13 +114,18 @@ def test_tokens_may_be_what_has_them(model, kind):
 @pytest.mark.parametrize(
     ("ids", "match"),
     [
-        ([[1, 2], [3]], "these are no tokens"),
+        ([[1, 2], [3]], "tokens are no tokens"),
+        ((n for n in [1, 2]), "tokens are a generator: give whole numbers"),
         ([1.5], r"tokens are \(1,\) of float64"),
+        ([True], r"tokens are \(1,\) of bool"),
+        ("12", "tokens are"),
         ([], "tokens are"),
+        (np.zeros((0, 3), int), r"tokens are \(0, 3\)"),
         ([[[1]]], r"tokens are \(1, 1, 1\)"),
         ([0] * (T + 1), "tokens have 25 in a row, and the model was loaded for 24: load it with seq_len=25"),
-        ([1, V], "tokens: number 1 of row 0 is 97, and the vocabulary has ids 0 to 96"),
+        ([1, V], "tokens: number 1 is 97, and the vocabulary has ids 0 to 96"),
         ([[1], [-100]], "tokens: number 0 of row 1 is -100"),
+        (np.array([[1, 2], [3, 2**32 + 1]]), "tokens: number 1 of row 1 is 4294967297"),
     ],
 )
 def test_what_is_no_tokens_is_refused(model, ids, match):
@@ -135,6 +141,12 @@ def test_scores_hold_a_part_of_the_logits():
     arena = plan.programs["score"].arena_bytes["device"]
     assert a_part < arena < 1.1 * a_part
     assert max(stored_bytes(ref) for ref in plan.persistent.values()) == a_part
+
+
+def test_it_is_loaded_and_read_in_a_thread(model_folder, model):
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(llmq.load, model_folder, device="cpu", batch_size=2, seq_len=T).result()
+        assert np.array_equal(pool.submit(other.score, tokens(5, 9)).result(), model.score(tokens(5, 9)))
 
 
 def test_other_settings_are_refused(model_folder):
@@ -159,10 +171,26 @@ def test_the_loss_of_rows_is_that_of_an_evaluation(tmp_path, monkeypatch):
     assert model.loss(apart) == pytest.approx(
         sum((len(row) - 1) * model.loss([row]) for row in (apart[0], apart[2])) / 3
     )
-    with pytest.raises(UsageError, match=r"labels are \(1,\), and tokens \(2,\)"):
-        model.loss([{"input_ids": [1, 2], "labels": [1]}])
-    with pytest.raises(UsageError, match="tokens are"):
-        model.loss([[1, 2], []])
+
+
+@pytest.mark.parametrize(
+    ("rows", "match"),
+    [
+        ([], "rows are empty: give at least one"),
+        (([1, 2] for _ in range(2)), "rows are a generator: give a list"),
+        ({"input_ids": [[1, 2]]}, "rows are a dict: give a list"),
+        ([[1, 2], []], r"input_ids of row 1 are \(0,\)"),
+        ([[1, 2], [[1, 2]]], r"input_ids of row 1 are \(1, 2\): give \(T,\)"),
+        ([[1, 2], [1, 2], [1, V]], "input_ids of row 2: number 1 is 97"),
+        ([[1] * (T + 1)], "input_ids of row 0 have 25 in a row"),
+        ([{"text": "a"}], "row 0 has text: give input_ids"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "row 0 has 1 labels of 2 tokens"),
+        ([{"input_ids": [1, 2], "labels": [1, -1]}], "labels of row 0: number 1 is -1"),
+    ],
+)
+def test_rows_that_are_none_are_refused(model, rows, match):
+    with pytest.raises(UsageError, match=match):
+        model.loss(rows)
 
 
 @pytest.mark.parametrize("how", ["lora_rank", "prompt_tuning"])
