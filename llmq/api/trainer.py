@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from llmq.api.config import Config
-from llmq.api.data import placed
 from llmq.api.ranks import started
+from llmq.data.rows.given import placed
 from llmq.errors import INTERRUPTED, UsageError
 from llmq.options.parse import Options
 from llmq.training.callbacks import Callback, RunFunction
@@ -44,8 +44,9 @@ class Trainer:
     ) -> TrainResult:
         """Trains, and returns metrics and paths.
 
-        `train` and `val` are rows or tokens (see llmq/api/data.py) in place of the options `data`, `train_file` and
-        `eval_file`. Functions among the `callbacks` are called with the run and the record of each step and evaluation.
+        `train` and `val` are rows or tokens (see llmq/data/rows/given.py) in place of the options `data`, `train_file`
+        and `eval_file`. Functions among the `callbacks` are called with the run and the record of each step and
+        evaluation.
         `console` takes the lines that the command prints (None: stdout).
 
         Ctrl-C ends the step, saves a checkpoint and raises KeyboardInterrupt; SIGTERM, SIGHUP and SIGUSR1 end and save

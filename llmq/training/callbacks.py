@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from llmq.errors import UsageError
 from llmq.model.parameters import parameter_rows
 from llmq.training.hooks import Ask, Hook, RunView
 from llmq.training.records import OWN_METRICS, EvalRecord, History, TrainRecord, TrainResult
+from llmq.training.requests import ask, batches_of, end, serve
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,6 +134,7 @@ class Run:
     def __init__(self, ready: Ready) -> None:
         self._ready = ready
         self._view: RunView | None = None
+        self._is_served = False  # whether all ranks do what is asked
         self.asked = Ask.NOTHING
         self.stopped_by: str | None = None
 
@@ -184,31 +187,34 @@ class Run:
         self.history.add(self.step, found)
         self._ready.log.record("metrics", step=self.step, values=found)
 
-    def evaluate(self) -> float:
-        """The loss on the held-out data now, in nats per trained token; NaN without any. Of one rank only."""
-        self._refuse_ranks("evaluate()")
-        if self._ready.data.eval is None:
-            return math.nan
-        _, batches = self._ready.data.held_out(self._ready.log.eval_steps(last=False))
-        found = [self._now.engine.evaluate(batch) for batch in batches]
-        return sum(loss for loss, _ in found) / max(sum(count for _, count in found), 1)
+    def evaluate(self, data: Any = None) -> float:
+        """The loss now on all of `data`, in nats per trained token, NaN without any: rows, a table or tokens, as for
+        training, or a name that --data takes; without data on what is held out, as at an evaluation."""
+        if data is not None:
+            count, batches = batches_of(self._ready, data)
+            return float(self._ask("loss", count, own=batches))
+        return math.nan if self._ready.data.eval is None else float(self._ask("loss", None))
 
     def parameter(self, name: str) -> np.ndarray:
         """A copy of a parameter, by its name in a Hugging Face model, in f32. KeyError for one that is not there."""
-        self._refuse_ranks(f"parameter({name!r})")
         for row in (*self._now.engine.plan.rows, *parameter_rows(self._now.engine.plan.spec.config)):
             for part in row.parts:
                 if part.name == name:
-                    whole = self._now.engine.parameter(row.name).reshape(row.part_axes)
+                    whole = self._ask("parameter", row.name).reshape(row.part_axes)
                     return whole[part.start : part.stop].astype(np.float32)
         raise KeyError(f"{name} is no parameter of the model")
 
-    def _refuse_ranks(self, what: str) -> None:
-        if self._ready.ranks.size > 1:
+    def _ask(self, what: str, *about: Any, own: Any = None) -> Any:
+        """What all ranks find together. UsageError where they do not wait for it."""
+        if not self._is_served:
             raise UsageError(
-                f"run.{what} works on one GPU, and this run has {self._ready.ranks.size}: use --eval-every-n-steps, or "
-                "read the checkpoint"
+                f"run.{ASKED_BY[what]}() is for a callback's on_begin, on_step, on_evaluate and on_end, and on one GPU "
+                "on_checkpoint: call it there"
             )
+        return ask(self._ready, self._now.engine, what, *about, own=own)
+
+
+ASKED_BY = {"loss": "evaluate", "parameter": "parameter"}
 
 
 def _number(name: str, value: Any) -> float:
@@ -225,7 +231,7 @@ class Callbacks(Hook):
 
     def __init__(self, callbacks: Sequence[Callback | RunFunction], ready: Ready) -> None:
         """UsageError for what is no callback."""
-        self._run, self._ranks, self._log = Run(ready), ready.ranks, ready.log
+        self._ready, self._run, self._ranks, self._log = ready, Run(ready), ready.ranks, ready.log
         self._callbacks = dict(_named(callbacks)) if ready.ranks.is_first else {}
 
     @property
@@ -245,30 +251,32 @@ class Callbacks(Hook):
                 one.restore(state[name])
 
     def on_begin(self, run: RunView) -> None:
-        """Calls on_begin."""
-        self._call("on_begin", run)
+        """Calls on_begin; what callbacks ask of the loop then is due after the first step."""
+        self._together("on_begin", run)
 
     def after_step(self, run: RunView, record: TrainRecord) -> Ask:
         """Calls on_step; what callbacks have asked for since the step before."""
-        return self._agreed("on_step", run, record)
+        self._together("on_step", run, record)
+        return self._taken()
 
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> Ask:
         """Calls on_evaluate; what callbacks ask for then."""
         if record is None:
             return Ask.NOTHING
-        return self._agreed("on_evaluate", run, record)
+        self._together("on_evaluate", run, record)
+        return self._taken()
 
     def on_save(self, run: RunView, path: Path, step: int) -> None:
-        """Calls on_checkpoint."""
-        self._call("on_checkpoint", run, path)
+        """Calls on_checkpoint, which of many ranks each knows of at a time of its own."""
+        self._call("on_checkpoint", run, path, is_served=self._ranks.size == 1)
 
     def on_end(self, run: RunView, result: TrainResult) -> None:
         """Calls on_end."""
-        self._call("on_end", run, result)
+        self._together("on_end", run, result)
 
-    def _call(self, moment: str, run: RunView, *about: object) -> None:
+    def _call(self, moment: str, run: RunView, *about: object, is_served: bool = True) -> None:
         """Calls a method of every callback that has it. What one raises ends the run; the log names the callback."""
-        self._run._view = run
+        self._run._view, self._run._is_served = run, is_served
         for name, one in self._callbacks.items():
             try:
                 if (method := getattr(one, moment, None)) is not None:
@@ -276,21 +284,30 @@ class Callbacks(Hook):
             except Exception as error:
                 self._log.notice(f"The callback {name} failed in {moment} at step {run.progress.step}: {error}")
                 raise
+        self._run._is_served = False
 
-    def _agreed(self, moment: str, run: RunView, *about: object) -> Ask:
-        """As `_call`; what the callbacks of the first rank ask for, on all ranks."""
-        failed: Exception | None = None
-        try:
+    def _together(self, moment: str, run: RunView, *about: object) -> None:
+        """As `_call`, while the other ranks do what callbacks ask of all; what one raises ends them, too."""
+        if self._ranks.size == 1:
             self._call(moment, run, *about)
-        except Exception as error:
-            failed = error
+        elif self._ranks.is_first:
+            failed = None
+            try:
+                with nullcontext() if moment == "on_step" else self._ranks.long(f"callbacks: {moment}"):
+                    self._call(moment, run, *about)
+            except BaseException as error:
+                failed = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                end(self._ready, [self._run.asked.value, self._run.stopped_by, failed])
+        else:
+            asked, self._run.stopped_by, failed = serve(self._ready, lambda: run.engine)
+            self._run.asked = Ask(asked)
+            if failed:
+                raise RuntimeError(f"a callback failed on the first rank: {failed}")
+
+    def _taken(self) -> Ask:
         asked, self._run.asked = self._run.asked, Ask.NOTHING
-        if self._ranks.size > 1:
-            value, what = self._ranks.agreed([asked.value, failed and f"{type(failed).__name__}: {failed}"])
-            asked = Ask(value)
-            failed = failed or (RuntimeError(f"a callback failed on the first rank: {what}") if what else None)
-        if failed is not None:
-            raise failed
         return asked
 
 

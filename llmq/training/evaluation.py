@@ -21,7 +21,7 @@ from llmq.files.source import ModelSource
 from llmq.generation.prompts import PromptReader, Question, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
 from llmq.plan.spec import Completions
-from llmq.screen import counted
+from llmq.screen import Report, counted, unreported
 from llmq.tensor import IGNORED
 from llmq.training.hooks import Hook, RunView
 from llmq.training.log import RunLog
@@ -40,32 +40,48 @@ def evaluate(
     run: Ready, engine: Engine, now: Progress, stopped: Callable[[], bool], *, is_last: bool
 ) -> tuple[Progress, EvalRecord] | None:
     """The progress after an evaluation on held-out data, of which --final-eval may take more, and its record; None once
-    `stopped`.
-
-    Ranks take batches in turn; all of them run as often, as each run may gather weights. What they find is added up in
-    the order of the batches.
-    """
+    `stopped`."""
     world, data, start = run.ranks.world, run.data, time.perf_counter()
-    sums, tokens = list[tuple[float, int]](), 0
     count, batches = data.held_out(run.log.eval_steps(last=is_last))
     with run.log.task("Evaluating") as report:
-        for batch in counted(_in_turn(batches, world), -(-count // world.size), report):
-            if stopped():
-                return None
-            sums.append(engine.evaluate(batch))
-            tokens += batch.num_tokens
-    found = world.gather(sums)
-    total, trained = _added([part[place] for place in range(len(sums)) for part in found][:count])
+        found = sums_of(engine, world, count, batches, stopped, report)
+    if found is None:
+        return None
+    total, trained, tokens = found
     record = EvalRecord(
         step=now.step,
         epoch=data.epoch(now.position, now.stream),
         loss=total / max(trained, 1),
         train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
         time_ms=1e3 * (time.perf_counter() - start),
-        tokens=tokens * world.size,
+        tokens=tokens,
         trained_tokens=trained,
     )
     return replace(now, losses=(0.0, 0), eval_loss=record.loss, evaluated=now.step), record
+
+
+def sums_of(
+    engine: Engine,
+    world: World,
+    count: int,
+    batches: Iterable[Batch],
+    stopped: Callable[[], bool] = lambda: False,
+    report: Report = unreported,
+) -> tuple[float, int, int] | None:
+    """The sums of losses and of trained tokens of `count` batches, and all tokens that ranks read for them; None once
+    `stopped`.
+
+    Ranks take batches in turn; all of them run as often, as each run may gather weights. What they find is added up in
+    the order of the batches.
+    """
+    sums, tokens = list[tuple[float, int]](), 0
+    for batch in counted(_in_turn(batches, world), -(-count // world.size), report):
+        if stopped():
+            return None
+        sums.append(engine.evaluate(batch))
+        tokens += batch.num_tokens
+    found = world.gather(sums)
+    return *_added([part[place] for place in range(len(sums)) for part in found][:count]), tokens * world.size
 
 
 def mean_loss(engine: Engine, batch: Batch, world: World) -> float | None:

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from llmq.comm.environment import TRAIN, WATCHDOG_S, gpu_index, recognised, starts_ranks, watchdog_s
 from llmq.comm.world import ALONE, World
 from llmq.errors import UsageError
@@ -67,6 +69,15 @@ class Ranks:
     def all_of(self, value: Result) -> list[Result]:
         """What each rank gives, in order; what JSON can hold."""
         return [value] if self.world.size == 1 else self.world.gather(value)
+
+    def agreed_array(self, array: np.ndarray | None) -> np.ndarray:
+        """The array that the first rank gives."""
+        about = self.agreed(None if array is None else (array.shape, array.dtype.name))
+        assert about is not None
+        found, none = np.empty(*about), np.empty(0, np.uint8)
+        sent = none if array is None else np.ascontiguousarray(array)
+        self.world.exchange([sent] * self.size, [found, *[none] * (self.size - 1)])
+        return found
 
     def check_same(self, options: Options) -> None:
         """UsageError, on all ranks, that names the options that one of them has and the first one has not."""

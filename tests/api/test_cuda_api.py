@@ -119,18 +119,23 @@ def test_results_are_what_others_take(model_folder):
 
 
 def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("level", [1, 3])
+def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch, level):
     import cupy
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
     monkeypatch.chdir(tmp_path)
     given = {**on_weights(tmp_path, 8), "model": str(folder(tmp_path / "for the GPU", **SHAPE)), "from_scratch": True}
-    given |= {"batch_size": 1, "global_batch_size": 4, "gpus": 2, "console": io.StringIO()}
+    given |= {"batch_size": 1, "global_batch_size": 4, "zero_level": level, "gpus": 2, "console": io.StringIO()}
     del given["grad_accumulation"]
-    seen = []
+    seen, ids = [], np.random.default_rng(0).integers(0, V, 100)
 
     def stops(run, record):
         seen.append(record.step)
+        if not hasattr(record, "lr"):
+            assert run.evaluate() == record.loss and np.isfinite(run.evaluate(ids))
+            assert np.isfinite(run.parameter("model.layers.0.mlp.up_proj.weight")).all()
         if run.step == 3:
             run.stop("enough")
 

@@ -27,7 +27,7 @@ from llmq.data.rows.find_sources import matched
 from llmq.data.stream import START, Position, ReadAhead, Stream
 from llmq.data.tokens.token_file import TokenFile
 from llmq.data.tokens.tokenizer import SUFFIX, Sidecar, same_ids, tokenizer_folder, tokenizer_hash
-from llmq.errors import UsageError, all_problems, noted
+from llmq.errors import DataError, UsageError, all_problems, noted
 
 # Batches read ahead, of B * T * 8 bytes, 256 KiB at 32 x 1024. They are pageable: the copy into a GPU's pinned ring
 # takes 25 us at that size, 0.02% of a step at 250,000 tokens/s, so pinned buffers handed to and fro gain nothing.
@@ -114,6 +114,24 @@ class Data:
         assert self.eval is not None
         whole = -(-self.eval.num_windows // self.batch_size)
         return min(num_steps or whole, whole), eval_batches(self.eval, self.batch_size, num_steps)
+
+    def beside(self, name: str, patterns: Sequence[str]) -> Samples:
+        """Rows of other token files, as those to evaluate on; `name` is what they are called in messages.
+
+        DataError for files that cannot be used, have nothing to predict, or have a document that is longer than all of
+        the run's own, where rows are packed: attention is planned for these.
+        """
+        docs, longest = self.limits or (1, self.seq_len)
+        found = open_samples(patterns, replace(self.train.form, max_docs=docs), with_tails=True)
+        if not found.num_windows:
+            raise DataError(f"{name} has nothing to predict ({found.num_tokens} tokens): give two tokens or more")
+        if found.limits is not None and found.limits[1] > longest:
+            fixes = "leave it out, put one like it into the held-out data, or use --no-packing"
+            raise DataError(
+                f"{name} has a document of {found.limits[1]} tokens, and the longest of this run's own data, for which "
+                f"packed rows are planned, has {longest}: {fixes}"
+            )
+        return found
 
     def shares(self, num_samples: int) -> list[Share]:
         """What each source gives to the first `num_samples` samples; empty if the data is no mixture."""

@@ -146,6 +146,18 @@ def open_named(
     return NamedData(options, tokenizer, plan_only, say, note, task)
 
 
+def open_beside(
+    name: str, options: SourceOptions, source: ModelSource, room: int, *, say: Say, task: StartTask
+) -> list[str]:
+    """The token files, as patterns, of data that is named beside a run's own, and read and tokenized as that is: all of
+    it is for one use. Errors as of `open_named`."""
+    whole = options.model_copy(update={"data": (name,), "streaming": False, "eval_fraction": 0.0})
+    named = open_named(whole, source, plan_only=False, say=say, note=lambda text: None, task=task)
+    assert named is not None
+    (request,) = named.find(room).requests
+    return named._cached(request)
+
+
 def no_rows(form: RowForm, longest: int | None = None) -> RowSource:
     """The shape of rows of documents of at most `longest` tokens, for a plan. UsageError for packed rows, if it is not
     known how many documents they hold."""

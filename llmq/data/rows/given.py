@@ -5,7 +5,8 @@ so that they are tokenized once, and every rank and a resumed run find them; str
     pyarrow tables, Hugging Face datasets, data frames   rows
     token arrays (n,) int                                tokens, as in a token file
     token arrays (N,T) int, or {"input_ids": (N,T), "labels": (N,T)}   rows of tokens
-    iterators, generators, other iterables               a stream of rows, read while it is trained on; needs `steps`
+    iterators, generators, other iterables               a stream of rows, read while it is trained on; needs `steps`.
+                                                         What is not trained on is read to its end
     text or a path                                       what --data names
 """
 
@@ -29,7 +30,6 @@ from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import cache_folder, storage
 from llmq.errors import DataError, UsageError
 
-SPLITS = {"train": "train", "val": "validation"}  # file names, by argument
 KINDS = "a list of dicts or texts, a table or data set, an array of tokens, an iterable of rows, or a name"
 
 
@@ -50,7 +50,7 @@ class PlacedData:
 
 
 def placed(train: Any, val: Any = None) -> PlacedData:
-    """Places data. UsageError and DataError name the argument, and the row, that cannot be used."""
+    """Places data to train on. UsageError and DataError name the argument, and the row, that cannot be used."""
     given = {name: _known(name, value) for name, value in {"train": train, "val": val}.items() if value is not None}
     kinds = {name: kind for name, (kind, _) in given.items()}
     if len(kinds) > 1 and not ({*kinds.values()} <= {"rows", "table"} or {*kinds.values()} == {"tokens"}):
@@ -61,22 +61,28 @@ def placed(train: Any, val: Any = None) -> PlacedData:
         return PlacedData({"data": [os.fspath(value)]}, {})
     if kind == "stream":
         return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, {f"{PREFIX}train": HeldRows(value, "train")})
+    files = _in_cache({name: (_SPLITS[name], *one) for name, one in _writers(given).items()})
     if kind == "tokens":
-        files = _in_cache({name: (".bin", _tokens_writer(name, found)) for name, (_, found) in given.items()})
         return PlacedData({key: [files[name]] for name, key in _TOKEN_OPTIONS.items() if name in files}, {})
-    writers: dict[str, tuple[str, Write]] = {}
-    for name, (kind, found) in given.items():
-        if "rows" in kinds.values():  # one kind of file in a folder
-            rows = found if kind == "rows" else (row for batch in found.to_batches() for row in batch.to_pylist())
-            writers[name] = (".jsonl", _rows_writer(name, rows))
-        else:
-            writers[name] = (".parquet", _table_writer(found))
-    files = _in_cache(writers)
     return PlacedData({"data": [str(Path(files["train"]).parent) if "val" in files else files["train"]]}, {})
+
+
+def placed_beside(name: str, value: Any) -> tuple[str, bool]:
+    """Data that is not trained on, the argument `name`: the file or name to find it by, and whether it is a token file.
+
+    UsageError and DataError as `placed`.
+    """
+    kind, found = _known(name, value)
+    if kind == "name":
+        return os.fspath(found), False
+    given = {name: ("rows" if kind == "stream" else kind, found)}
+    (file,) = _in_cache({key: ("train", *one) for key, one in _writers(given).items()}).values()
+    return file, kind == "tokens"
 
 
 Write = Callable[[Path], None]
 _WORDS = {"rows": "rows", "table": "a table", "tokens": "tokens", "stream": "a stream", "name": "a name"}
+_SPLITS = {"train": "train", "val": "validation"}  # file names, by argument
 _TOKEN_OPTIONS = {"train": "train_file", "val": "eval_file"}
 
 
@@ -113,6 +119,21 @@ def _is_data_set(value: Any) -> bool:
         and hasattr(value, "with_format")
         and hasattr(value, "__len__")
     )
+
+
+def _writers(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Write]]:
+    """The suffix of the file for each argument, and what writes it; all are files of one kind."""
+    found: dict[str, tuple[str, Write]] = {}
+    kinds = {kind for kind, _ in given.values()}
+    for name, (kind, value) in given.items():
+        if kind == "tokens":
+            found[name] = (".bin", _tokens_writer(name, value))
+        elif "rows" in kinds:
+            rows = value if kind != "table" else (row for batch in value.to_batches() for row in batch.to_pylist())
+            found[name] = (".jsonl", _rows_writer(name, rows))
+        else:
+            found[name] = (".parquet", _table_writer(value))
+    return found
 
 
 def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -190,15 +211,16 @@ def _tokens_writer(name: str, ids: np.ndarray) -> Write:
     return write
 
 
-def _in_cache(writers: Mapping[str, tuple[str, Write]]) -> dict[str, str]:
-    """Files of the cache by argument, in a folder that their content names. StorageError."""
+def _in_cache(writers: Mapping[str, tuple[str, str, Write]]) -> dict[str, str]:
+    """Files of the cache by argument, of these names and suffixes, in a folder that their content names.
+    StorageError."""
     root = cache_folder("rows")
     with storage(root, advice="choose a folder on another disk with LLMQ_CACHE_DIR"):
         root.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(dir=root, prefix="making-"))
         try:
-            names = {name: SPLITS[name] + suffix for name, (suffix, _) in writers.items()}
-            for name, (_, write) in writers.items():
+            names = {name: stem + suffix for name, (stem, suffix, _) in writers.items()}
+            for name, (*_, write) in writers.items():
                 write(making / names[name])
             folder = root / key_of({file: content_hash(making / file) for file in names.values()})
             if not folder.is_dir():

@@ -1,0 +1,91 @@
+"""What callbacks ask of a run that all of its ranks carry out: the loss on data, a parameter.
+
+Callbacks run on the first rank. While they do, the others wait for what these ask (`serve`), do their part of it, and
+wait again, until the first rank says that it is done. What is asked is checked before the others hear of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llmq.data.batches.batch import Batch
+from llmq.data.batches.loader import eval_batches
+from llmq.data.batches.named_data import open_beside
+from llmq.data.rows.given import placed_beside
+from llmq.engine.engine import Engine
+from llmq.training.evaluation import sums_of
+from llmq.training.ready import Ready
+
+DONE = "done"  # ends a moment
+
+
+def ask(run: Ready, engine: Engine, what: str, *about: Any, own: Any = None) -> Any:
+    """What a request comes to, on the first rank; `about` is what JSON has, `own` what this rank alone has of it."""
+    with run.ranks.long(f"what a callback asks: {what}"):
+        run.ranks.agreed((what, about))
+        return WORK[what](run, engine, own, *about)
+
+
+def end(run: Ready, told: Sequence[Any]) -> None:
+    """Ends what the others serve, which has `told` as its result."""
+    run.ranks.agreed((DONE, told))
+
+
+def serve(run: Ready, engine: Callable[[], Engine]) -> Any:
+    """Carries out what the first rank asks until it ends that; what it tells then."""
+    while True:
+        what, about = run.ranks.agreed(("", ()))
+        if what == DONE:
+            return about
+        WORK[what](run, engine(), None, *about)
+
+
+def batches_of(run: Ready, data: Any) -> tuple[int, Iterable[Batch]]:
+    """Data as `Trainer.train(train=...)` takes it, as a number of batches, whose rows lie as the run's. UsageError and
+    DataError, which call it `data`."""
+    name, is_tokens = placed_beside("data", data)
+    files = [name]
+    if not is_tokens:
+        room, log = run.data.tokens_per_row, run.log
+        files = open_beside(name, run.asked.source, run.source, room, say=log.say, task=log.task)
+    rows, size = run.data.beside("data", files), run.data.batch_size
+    batches = eval_batches(rows, size)
+    return -(-rows.num_windows // size), batches if run.ranks.size == 1 else list(batches)
+
+
+def _from_first(run: Ready, batches: Iterable[Batch] | None) -> Iterable[Batch]:
+    """The batches that the first rank has, on all ranks."""
+    if run.ranks.size == 1:
+        return batches or ()
+    names = ("tokens", "targets") if run.data.limits is None else ("tokens", "targets", "borders")
+    found = (
+        run.ranks.agreed_array(None if batches is None else np.stack([getattr(batch, name) for batch in batches]))
+        for name in names
+    )
+    rows = (Batch(*arrays) for arrays in zip(*found, strict=True))
+    return [replace(batch, num_virtual=run.data.train.num_virtual) for batch in rows]
+
+
+def _loss(run: Ready, engine: Engine, own: Iterable[Batch] | None, count: int | None) -> float:
+    """The loss on `count` batches that the first rank has, or on the held-out data; NaN without trained tokens."""
+    if count is None:
+        count, batches = run.data.held_out(run.log.eval_steps(last=False))
+    else:
+        batches = iter(_from_first(run, own))
+    with run.log.task("Evaluating") as report:
+        found = sums_of(engine, run.ranks.world, count, batches, report=report)
+    assert found is not None, "nothing stops it"
+    return found[0] / found[1] if found[1] else math.nan
+
+
+def _parameter(run: Ready, engine: Engine, own: None, name: str) -> np.ndarray:
+    """A whole parameter, padded, by the name of its row."""
+    return engine.parameter(name)
+
+
+WORK: Mapping[str, Callable[..., Any]] = {"loss": _loss, "parameter": _parameter}

@@ -1,0 +1,164 @@
+"""What callbacks ask of a run that all its ranks carry out: losses on data, parameters."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from in_process import train_on_ranks
+from safetensors.numpy import load_file
+from tiny_runs import text_model, weights_of
+
+import llmq
+from llmq import Callback, Trainer
+from llmq.errors import DataError, UsageError
+from llmq.training.records import EvalRecord
+
+ROWS = [{"text": f"the number {i}, " * (1 + i % 5)} for i in range(60)]
+HELD_OUT = [{"text": f"another {i}, " * (1 + i % 3)} for i in range(9)]
+IDS = np.random.default_rng(0).integers(0, 97, 600)
+
+
+@pytest.fixture
+def on_text(tmp_path, monkeypatch):
+    """Options of a small run, without data, in a folder and with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
+    text_model(tmp_path / "source")
+    shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 2, "eval_every_n_steps": 2}
+    about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
+    return {**about, **shape, "name": "run", "overwrite": True}
+
+
+class Evaluates(Callback):
+    """Keeps the loss on some data at an evaluation, and that of the evaluation."""
+
+    def __init__(self, *data):
+        self.data, self.found = data, []
+
+    def on_evaluate(self, run, record):
+        self.found = [record.loss, *(run.evaluate(one) for one in self.data)]
+
+
+@pytest.mark.parametrize("packing", [None, False, "windows"])
+def test_the_loss_on_data_is_that_of_the_same_data_held_out(on_text, packing):
+    texts = [row["text"] for row in HELD_OUT]
+    kinds = [None, HELD_OUT, pyarrow.Table.from_pylist(HELD_OUT), texts, iter(texts), HELD_OUT[:4]]
+    looks = Evaluates(*kinds)
+    Trainer(**on_text, packing=packing).train(ROWS, HELD_OUT, callbacks=[looks], console=io.StringIO())
+    first, *others, part = looks.found
+    assert np.isfinite(first) and others == [first] * 5 and part != first
+
+
+def test_tokens_are_evaluated_as_those_of_a_token_file(on_text):
+    looks = Evaluates(IDS[:100], IDS[100:200])
+    Trainer(**on_text).train(IDS, IDS[:100], callbacks=[looks], console=io.StringIO())
+    assert looks.found[0] == looks.found[1] != looks.found[2]
+    with pytest.raises(DataError, match=r"data has nothing to predict \(1 tokens\)"):
+        Trainer(**on_text).train(IDS, IDS[:100], callbacks=[Evaluates(IDS[:1])], console=io.StringIO())
+
+
+def test_rows_of_a_run_without_held_out_data(on_text):
+    asks = {"rows": [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}], "nothing": None, "untrained": None}
+    found = {}
+
+    def looks(run, record):
+        found.update({name: run.evaluate(data) for name, data in asks.items()})
+
+    Trainer(**on_text, eval_fraction=0).train(ROWS, callbacks=[looks], console=io.StringIO())
+    assert np.isfinite(found["rows"]) and np.isnan(found["nothing"])
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "match"),
+    [
+        ([], DataError, "data has no rows"),
+        ([1], DataError, "data: row 1 is a int"),
+        (5, UsageError, "data is a int: give a list"),
+        (np.full(9, 500), DataError, "500, but the vocabulary has"),
+        ([{"text": "a long document " * 20}], DataError, "data has a document of 32 tokens, and the longest"),
+    ],
+)
+def test_data_that_cannot_be_evaluated_is_refused(on_text, data, error, match):
+    rows = [{"text": "short"}] * 60
+    with pytest.raises(error, match=match):
+        Trainer(**on_text).train(rows, callbacks=[lambda run, record: run.evaluate(data)], console=io.StringIO())
+
+
+class Asks(Callback):
+    """Asks for all that there is whenever it may."""
+
+    def __init__(self):
+        self.losses, self.norms, self.moments = [], [], []
+
+    def look(self, run, moment):
+        self.moments.append(moment)
+        self.losses.append((run.evaluate(), run.evaluate(IDS[:100])))
+        self.norms.append(run.parameter("model.norm.weight"))
+        assert run.parameter("model.layers.0.mlp.up_proj.weight").ndim == 2
+        with pytest.raises(KeyError, match="lm_head is no parameter"):
+            run.parameter("lm_head")
+
+    def on_begin(self, run):
+        self.look(run, "begin")
+
+    def on_step(self, run, record):
+        self.look(run, "step")
+
+    def on_evaluate(self, run, record):
+        self.look(run, "evaluate")
+        assert self.losses[-1][0] == record.loss
+
+    def on_checkpoint(self, run, path):
+        with pytest.raises(UsageError, match=r"run.evaluate\(\) is for a callback's on_begin, on_step"):
+            run.evaluate()
+
+    def on_end(self, run, result):
+        self.look(run, "end")
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_all_ranks_do_what_the_callbacks_of_the_first_ask(given, level):
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "steps": 2, "zero_level": level}
+    asks, alone = Asks(), Asks()
+    alone.on_checkpoint = lambda run, path: run.evaluate()  # of one rank it may
+    results, _ = train_on_ranks(2, given, callbacks=[asks])
+    llmq.train(**{**given, "zero_level": 0, "batch_size": 1, "name": "alone"}, callbacks=[alone])
+    plain, _ = train_on_ranks(2, {**given, "name": "plain"})
+    assert weights_of(results[0].checkpoint_path) == weights_of(plain[0].checkpoint_path)
+    assert asks.moments == alone.moments == ["begin", "step", "step", "evaluate", "end"]
+    np.testing.assert_allclose(asks.losses, alone.losses, rtol=1e-5)
+    assert np.array_equal(asks.norms[-1], load_file(results[0].model_path / "model.safetensors")["model.norm.weight"])
+    assert len({norm.tobytes() for norm in asks.norms}) == 3  # before the first step, and after each
+
+
+def test_rows_reach_all_ranks_from_the_first(on_text):
+    del on_text["grad_accumulation"]
+    Path("rows.jsonl").write_text("".join(f'{{"text": "{row["text"]}"}}\n' for row in ROWS))
+    about = {**on_text, "data": "rows.jsonl", "batch_size": 1, "global_batch_size": 2}
+    looks, alone = Evaluates(HELD_OUT), Evaluates(HELD_OUT)
+    train_on_ranks(2, about, callbacks=[looks])
+    llmq.train(**{**about, "name": "alone"}, callbacks=[alone], console=io.StringIO())
+    np.testing.assert_allclose(looks.found, alone.found, rtol=1e-5)
+
+
+def test_what_a_callback_gets_wrong_on_many_ranks_ends_all(given):
+    """Before the others hear of it."""
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None}
+    with pytest.raises((UsageError, RuntimeError), match="data is a int"):
+        train_on_ranks(2, given, callbacks=[lambda run, record: run.evaluate(5)])
+
+
+def test_asking_at_no_moment_of_the_run_is_refused(given):
+    runs = []
+    llmq.train(**{**given, "steps": 2}, callbacks=[lambda run, record: runs.append(run)])
+    with pytest.raises(UsageError, match=r"run.parameter\(\) is for a callback's"):
+        runs[0].parameter("model.norm.weight")
+
+
+def test_all_ranks_know_why_a_callback_stopped(given):
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None}
+    stop = lambda run, record: isinstance(record, EvalRecord) and run.stop("enough")  # noqa: E731
+    results, _ = train_on_ranks(2, given, callbacks=[stop])
+    assert [(result.steps, result.stopped_by) for result in results] == [(4, "enough")] * 2
