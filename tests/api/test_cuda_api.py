@@ -118,7 +118,6 @@ def test_results_are_what_others_take(model_folder):
         assert bool((cupy.from_dlpack(Shared(found)) == found).all())
 
 
-def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch):
 @pytest.mark.parametrize("level", [1, 3])
 def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch, level):
     import cupy
