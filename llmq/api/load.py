@@ -111,12 +111,14 @@ class LoadedModel:
         return total / count if count else float("nan")
 
     def generate(self, prompts: object, **settings: Any) -> list[Answer] | Iterator[Answer]:
-        """Answers as those of `llmq.generate`, which see; the model is loaded once more for it."""
-        from llmq.generation.text import write
+        """Answers as those of `llmq.generate`, which see, with the weights that are loaded; `settings` are others than
+        those of the model. MemoryLimitError where its cache does not fit beside them."""
+        from llmq.generation.text import Loaded, written
 
-        adapter = {} if self._weights.adapter is None else {"adapter": str(self._weights.adapter.folder)}
-        about = {**adapter, "device": self.device, "dtype": self.dtype, **settings}
-        return write(self._weights.source.place, prompts, **about)
+        own: dict[str, Any] = {"model": self._weights.source.name, "device": self.device, "dtype": self.dtype}
+        if given := sorted({*own, "adapter", "base_dtype", "revision", "from_scratch"} & settings.keys()):
+            raise UsageError(f"generate was given {', '.join(given)}, which the model was loaded with: use llmq.load")
+        return written(prompts, loaded=Loaded(self._weights, self._reader), **own, **settings)
 
     def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every tensor by its name in files, those of the adapter among them, as it is held (copies, on the host)."""

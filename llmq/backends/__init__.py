@@ -74,7 +74,7 @@ class BackendMemory(Protocol):
     `start_read` copies a storage as it is after all that was run before, and returns what waits for the copy.
     `room` is where held copies in a home are made, while no program runs: their slices take the place of its slots.
     Within `in_turn` work on arrays is done in the order of programs, after what the caller has begun on the device;
-    when it ends, all of that is done.
+    when it ends, all of that is done. `borrow` makes storages of another memory, which it keeps, ones of this, too.
     `homes_in_order` are those that a launch fills when its turn comes; elsewhere, Python would be too early.
     """
 
@@ -89,6 +89,7 @@ class BackendMemory(Protocol):
     def read_scalars(self, names: Sequence[str]) -> list[float]: ...
     def fill(self, name: str, value: float) -> None: ...
     def in_turn(self) -> AbstractContextManager[None]: ...
+    def borrow(self, names: Iterable[str], other: BackendMemory) -> None: ...
 
 
 class Backend(Protocol):

@@ -200,6 +200,12 @@ class DeviceMemory:
             yield
         self._stream.synchronize()
 
+    def borrow(self, names: Iterable[str], other: Any) -> None:
+        """Makes storages of another memory, which is not given back before this, ones of this."""
+        self._lender = other
+        for name in names:
+            self._arrays[name], self._dtypes[name] = other._arrays[name], other._dtypes[name]
+
     def fill(self, name: str, value: float) -> None:
         """Sets every element of a storage."""
         array = self._arrays[name]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.backends import Launch, Needs, Op, Run, between, groups
+from llmq.backends import BackendMemory, Launch, Needs, Op, Run, between, groups
 from llmq.comm.world import ALONE, World
 from llmq.disk import shown
 from llmq.errors import RefusedMemoryError
@@ -84,6 +84,10 @@ class HostMemory:
     def in_turn(self) -> AbstractContextManager[None]:
         """Nothing to wait for: all is done when a call returns."""
         return nullcontext()
+
+    def borrow(self, names: Iterable[str], other: BackendMemory) -> None:
+        """Makes storages of another memory ones of this."""
+        self._arrays |= {name: other.array(name) for name in names}
 
 
 def set_every(array: np.ndarray, value: float) -> None:

@@ -9,14 +9,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.advice import Limits, refuse_if_too_large
 from llmq.engine.generate import Generator, Pace, generate, open_generator, plan_generation
+from llmq.engine.stored import StoredPlan
 from llmq.errors import StorageError, UsageError
 from llmq.files.huggingface import end_tokens
 from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces, questions_of
@@ -36,20 +38,38 @@ STEP = 64  # lengths of rows are multiples of this
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
+class Loaded(NamedTuple):
+    """The weights of a model, and a plan on memory that holds them."""
+
+    weights: ModelWeights
+    holder: StoredPlan
+
+
 class Writer:
     """Answers questions with a model. The plan is made for the first ones, or for chats of `max_length`.
 
-    Without `reads_text` all questions are tokens: then the tokenizer of a preset is not fetched from the Hub.
+    Without `reads_text` all questions are tokens: then the tokenizer of a preset is not fetched from the Hub. A model
+    that is `loaded` is not loaded again.
     """
 
-    def __init__(self, settings: GenerateOptions, *, logprobs: bool = False, reads_text: bool = True) -> None:
+    def __init__(
+        self,
+        settings: GenerateOptions,
+        *,
+        logprobs: bool = False,
+        reads_text: bool = True,
+        loaded: Loaded | None = None,
+    ) -> None:
         self.settings, self.course = settings, Pace()
         self.sampling = Sampling(**{name: getattr(settings, name) for name in SAMPLING}, logprobs=logprobs)
         names = ("adapter", "base_dtype", "revision", "from_scratch", "seed")
-        self.weights = ModelWeights.find(settings.model, **{name: getattr(settings, name) for name in names})
+        self._device, self._loaded = hardware.pick(settings.device), loaded
+        if loaded is None:
+            self.weights = ModelWeights.find(settings.model, **{name: getattr(settings, name) for name in names})
+            self.notes = [*self.weights.notes, *([self._device.note] if self._device.note else [])]  # for the user
+        else:
+            self.weights, self.notes = loaded.weights, []
         self._source = self.weights.source
-        self._device = hardware.pick(settings.device)
-        self.notes = [*self.weights.notes, *([self._device.note] if self._device.note else [])]  # for the user
         own = self._source.preset_tokenizer if reads_text or settings.stop else None
         named = settings.tokenizer or self._source.tokenizer_folder or own
         tokenizer = None if named is None else TextTokenizer.open(str(named))
@@ -108,11 +128,14 @@ class Writer:
         spec = Spec(config, precision, Memory(), Hyperparameters(), *sizes, adapters=self.weights.adapters)
         packed = hardware.packing_problem(where, dtype) is None
         decoding = Decoding(spec, self.sampling, rows, packed)
-        free = hardware.memory_bytes(where)[1]
-        backend = open_backend(where.kind)
-        refuse_if_too_large(plan_generation(decoding, backend.scratch_bytes), Limits(free))
-        values = self.weights.values()
-        self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
+        check = partial(refuse_if_too_large, room=Limits(hardware.memory_bytes(where)[1]))
+        if self._loaded is not None:
+            self._generator = Generator.on(self._loaded.holder, decoding, check)
+        else:
+            backend = open_backend(where.kind)
+            check(plan_generation(decoding, backend.scratch_bytes))
+            values = self.weights.values()
+            self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))
         self._generator.warm_up()
 
     def _taken(self, prompts: Sequence[Sequence[int]], max_tokens: int, live: bool) -> Iterator[Answer]:
@@ -227,6 +250,13 @@ def write(
     """
     if not isinstance(model, str | os.PathLike):
         raise UsageError(f"the model is {model!r}: give the path of a folder, or a name")
+    return written(prompts, stream=stream, logprobs=logprobs, model=model, stop=stop, samples=samples, **settings)
+
+
+def written(
+    prompts: object, *, stream: bool = False, logprobs: bool = True, loaded: Loaded | None = None, **settings: Any
+) -> list[Answer] | Iterator[Answer]:
+    """The same by all settings, perhaps of a model that is loaded."""
     known = GenerateOptions.model_fields.keys()
     if unknown := settings.keys() - known - {"sampling"}:
         near = {name: get_close_matches(name, known, n=1) for name in sorted(unknown)}
@@ -236,11 +266,12 @@ def write(
     if not isinstance(drawn, Sampling):
         raise UsageError(f"sampling is {drawn!r}: give temperature, top_k and others by their names")
     sampled = {name: getattr(drawn, name) for name in SAMPLING}
-    ends = () if stop is None else stop
-    about = section_of(GenerateOptions, {**sampled, "model": model, "stop": ends, "samples": samples, **settings})
+    ends = {"stop": ()} if settings.get("stop") is None else {}
+    about = section_of(GenerateOptions, {**sampled, **settings, **ends})
     if not questions:
         return iter(()) if stream else []
-    writer = Writer(about, logprobs=logprobs, reads_text=any(question.tokens is None for question in questions))
+    reads_text = any(question.tokens is None for question in questions)
+    writer = Writer(about, logprobs=logprobs, reads_text=reads_text, loaded=loaded)
     for note in writer.notes:
-        warnings.warn(note, stacklevel=2)
+        warnings.warn(note, stacklevel=3)
     return writer.pieces(questions) if stream else list(writer.answers(questions))

@@ -118,6 +118,17 @@ def test_results_are_what_others_take(model_folder):
         assert bool((cupy.from_dlpack(Shared(found)) == found).all())
 
 
+def test_a_model_writes_with_the_weights_that_it_has(model_folder, monkeypatch):
+    """Between calls that read, whose results stay those of the first."""
+    model = llmq.load(model_folder, device="cuda", batch_size=2, seq_len=T)
+    ids, about = np.arange(T) % V, {"max_tokens": 6, "ignore_end": True}
+    wanted, scores = llmq.generate(model_folder, [3, 1, 4], device="cuda", **about), model.score(ids)
+    monkeypatch.setattr("llmq.generation.weights.ModelWeights.values", None)
+    for _ in range(3):
+        assert model.generate([3, 1, 4], **about) == wanted
+        assert bool((model.score(ids) == scores).all())
+
+
 @pytest.mark.parametrize("level", [1, 3])
 def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch, level):
     import cupy

@@ -3,7 +3,6 @@
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,11 +203,23 @@ def test_an_adapter_goes_with_it(tmp_path, monkeypatch, how):
     assert model.logits(ids).shape == plain.logits(ids).shape and not np.allclose(model.logits(ids), plain.logits(ids))
     wanted = np.take_along_axis(log_softmax(model.logits(ids))[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(model.score(ids)[:, :-1], wanted, atol=2e-6)
+    about = {"max_tokens": 4, "ignore_end": True}
+    mine, other = model.generate([1, 2], **about), llmq.generate("base", [1, 2], adapter=result.model_path, **about)
+    assert mine[0].logprobs == other[0].logprobs
 
 
-def test_it_writes_as_generate_does(model, model_folder):
-    (mine,), (other,) = (
-        model.generate([1, 2, 3], max_tokens=5, ignore_end=True),
-        llmq.generate(model_folder, [1, 2, 3], max_tokens=5, ignore_end=True, device="cpu"),
-    )
-    assert mine.tokens == other.tokens and Path(model_folder).is_dir()
+def test_it_writes_as_generate_does_with_the_weights_that_it_has(model, model_folder, monkeypatch):
+    prompts, about = [[1, 2, 3], [4, 5]], {"max_tokens": 5, "ignore_end": True}
+    wanted = llmq.generate(model_folder, prompts, device="cpu", **about)
+    scores = model.score([1, 2, 3, 4])
+    monkeypatch.setattr("llmq.generation.weights.ModelWeights.values", None)
+    found = model.generate(prompts, **about)
+    assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in wanted]
+    pieces = model.generate(prompts[0], stream=True, **about)
+    written = [next(pieces)]
+    assert np.array_equal(model.score([1, 2, 3, 4]), scores)  # while it writes
+    assert sum((piece.tokens for piece in [*written, *pieces]), ()) == wanted[0].tokens
+    with pytest.raises(UsageError, match="generate was given device, dtype, which the model was loaded with"):
+        model.generate(prompts, device="cpu", dtype="bf16")
+    with pytest.raises(UsageError, match="no setting max_token "):
+        model.generate(prompts, max_token=5)
