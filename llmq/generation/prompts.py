@@ -145,6 +145,12 @@ class PromptReader:
         added = None if token is None else encoder.get_added_tokens_decoder().get(token)
         return token if added is not None and added.special else None
 
+    def stops(self, texts: Iterable[str]) -> tuple[frozenset[int], list[str]]:
+        """What ends an answer: those of the texts that are special tokens, as tokens, and the others."""
+        special = {text: self.special_token(text) for text in texts}
+        tokens = frozenset(token for token in special.values() if token is not None)
+        return tokens, [text for text, token in special.items() if token is None]
+
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text, without special ones."""
         return str(self._open().decode(list(tokens), skip_special_tokens=True))

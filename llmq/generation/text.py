@@ -76,10 +76,8 @@ class Writer:
         about = (self._source.config.vocab_size, settings.chat_template, self.weights.adapters.num_virtual)
         self.reader = PromptReader(tokenizer, *about)
         ends = stop_tokens(self._source.config, self._source.folder, tokenizer)
-        special = {text: self.reader.special_token(text) for text in settings.stop}
-        self._stop = frozenset[int]() if settings.ignore_end else ends
-        self._stop |= {token for token in special.values() if token is not None}
-        self._stop_texts = [text for text, token in special.items() if token is None]
+        special, self._stop_texts = self.reader.stops(settings.stop)
+        self._stop = special if settings.ignore_end else special | ends
         self._generator: Generator | None = None
         self._asked = 0
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from llmq.options.field import (
     Count,
@@ -57,6 +57,9 @@ class LogOptions(Section):
         None, "Complete this file's prompts (lines of text, or JSON lines) at every evaluation.", shown="off"
     )
     sample_tokens: Positive = option(64, "Most new tokens of a completion of --sample-prompts.")
+    sample_length: Annotated[Int, Field(ge=2)] | None = option(
+        None, "Most tokens of a prompt and its answer that callbacks have the model write.", shown="off"
+    )
     verbosity: Int = option(
         0,
         "Lines on the console: 1 adds the learning rate and memory to steps and lists all options, -1 leaves "

@@ -316,7 +316,7 @@ def changes(before: Spec, after: Spec, terms: Terms) -> dict[str, Any]:
     if new.head_chunks != (old.head_chunks if _is_cut(before, terms) else _fewest(after, terms)):
         found["lmhead_chunks"] = new.head_chunks
     found |= {"log_fp8_every": 0} if before.observe and not after.observe else {}
-    found |= {"sample_prompts": None} if before.completions and not after.completions else {}
+    found |= dict.fromkeys(before.completions.options) if before.completions and not after.completions else {}
     return found
 
 

@@ -36,13 +36,14 @@ UNREGULARIZED = Regularization()
 class Completions:
     """What a run writes after prompts while it trains: `sequences` at a time, of at most `length` tokens.
 
-    Prompts are read in rows of `row` tokens; `packed`: several in a row.
+    Prompts are read in rows of `row` tokens; `packed`: several in a row. `options` ask for it.
     """
 
     sequences: int
     length: int
     row: int
     packed: bool
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from llmq.errors import UsageError
 from llmq.model.parameters import parameter_rows
 from llmq.training.hooks import Ask, Hook, RunView
 from llmq.training.records import OWN_METRICS, EvalRecord, History, TrainRecord, TrainResult
-from llmq.training.requests import ask, batches_of, end, serve
+from llmq.training.requests import ask, batches_of, end, prompts_of, serve
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from llmq.generation.prompts import Answer
     from llmq.options.run import StoppingOptions
     from llmq.training.ready import Ready
 
@@ -195,6 +196,19 @@ class Run:
             return float(self._ask("loss", count, own=batches))
         return math.nan if self._ready.data.eval is None else float(self._ask("loss", None))
 
+    def generate(
+        self, prompts: object, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()
+    ) -> list[Answer]:
+        """Answers of the model as it is now: its most likely tokens, at most `max_tokens` (None: --sample-tokens).
+
+        `prompts` are a text, a chat, token ids, or a list of these; the texts `stop` end an answer. UsageError in a run
+        without --sample-length, for prompts that are too long for it, and for text without a tokenizer.
+        """
+        most = self._ready.options["sample_tokens"] if max_tokens is None else max_tokens
+        found = prompts_of(self._ready, prompts, most)
+        answers: list[Answer] = self._ask("texts", found, most, [stop] if isinstance(stop, str) else list(stop))
+        return answers
+
     def parameter(self, name: str) -> np.ndarray:
         """A copy of a parameter, by its name in a Hugging Face model, in f32. KeyError for one that is not there."""
         for row in (*self._now.engine.plan.rows, *parameter_rows(self._now.engine.plan.spec.config)):
@@ -214,7 +228,7 @@ class Run:
         return ask(self._ready, self._now.engine, what, *about, own=own)
 
 
-ASKED_BY = {"loss": "evaluate", "parameter": "parameter"}
+ASKED_BY = {"loss": "evaluate", "parameter": "parameter", "texts": "generate"}
 
 
 def _number(name: str, value: Any) -> float:

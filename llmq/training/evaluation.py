@@ -1,5 +1,6 @@
 """What takes place at an evaluation: the held-out loss, by the evaluation program over batches of held-out windows, and
-with --sample-prompts completions of a file's prompts, both by the weights as they are then."""
+with --sample-prompts completions of a file's prompts, both by the weights as they are then; and what callbacks ask of
+both."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, generate
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
-from llmq.generation.prompts import PromptReader, Question, in_order, pieces
+from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
 from llmq.plan.spec import Completions
 from llmq.screen import Report, counted, unreported
@@ -107,19 +108,42 @@ def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """Prompts as tokens, and how they are completed: greedily, each by at most `max_tokens`."""
+    """What the model writes while it trains, greedily: after prompts of --sample-prompts, if there are any, at most
+    `max_tokens`; and what callbacks ask. A prompt and its answer have at most `length` tokens."""
 
     questions: Sequence[Question]
     prompts: Sequence[Sequence[int]]
     max_tokens: int
+    length: int
     reader: PromptReader
     stop: frozenset[int]
+    of_callbacks: bool
 
     def completions(self, *, packed: bool) -> Completions:
         """What the plan has to hold for them; `packed`: whether the device can read several prompts in a row."""
-        sequences = min(AT_A_TIME, -(-len(self.prompts) // MULTIPLE) * MULTIPLE)
-        longest = max(map(len, self.prompts))
-        return Completions(sequences, longest + self.max_tokens, row_length(self.prompts, sequences), packed)
+        most = AT_A_TIME if self.of_callbacks else -(-len(self.prompts) // MULTIPLE) * MULTIPLE
+        sequences = min(AT_A_TIME, most)
+        row = row_length([*self.prompts, *[range(self.length - 1)] * self.of_callbacks], sequences)
+        asked = {"sample_prompts": bool(self.prompts), "sample_length": self.of_callbacks}
+        return Completions(sequences, self.length, row, packed, tuple(name for name, given in asked.items() if given))
+
+    def answers(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        *,
+        ends: Callable[[], bool] = lambda: False,
+        report: Report = unreported,
+    ) -> list[Answer]:
+        """Answers to prompts, of which texts `stop` end some, in order; those before the run `ends`."""
+        special, texts = self.reader.stops(stop)
+        over = set[int]()
+        found = generate(Generator.beside(engine), prompts, max_tokens=max_tokens, stop=self.stop | special, over=over)
+        seen = takewhile(lambda _: not ends(), counted(found, None, report))
+        places = [(number, 0) for number in range(len(prompts))]
+        return list(in_order(pieces(self.reader, seen, places, max_tokens, over, stop=texts), len(prompts)))
 
 
 class SampleHook(Hook):
@@ -130,17 +154,14 @@ class SampleHook(Hook):
 
     def on_evaluate(self, run: RunView, record: EvalRecord | None) -> None:
         """Writes the completions."""
-        if (asked := self._samples) is None:
+        if (asked := self._samples) is None or not asked.prompts:
             return
-        step, count, tokens = run.progress.step, len(asked.prompts), asked.max_tokens
+        step = run.progress.step
         with self._log.task("Completing prompts") as report:
-            found = generate(Generator.beside(run.engine), asked.prompts, max_tokens=tokens, stop=asked.stop)
-            seen = takewhile(lambda _: not self._ends(), counted(found, None, report))
-            written = pieces(asked.reader, seen, [(number, 0) for number in range(count)], tokens, set())
-            answers = list(zip(asked.questions, in_order(written, count), strict=False))
+            answers = asked.answers(run.engine, asked.prompts, asked.max_tokens, ends=self._ends, report=report)
         samples = [
             {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
-            for question, answer in answers
+            for question, answer in zip(asked.questions, answers, strict=False)
         ]
         for sample in samples:
             self._log.say(sample_line(step, sample))
@@ -148,16 +169,17 @@ class SampleHook(Hook):
 
 
 def open_samples(
-    questions: Sequence[Question], max_tokens: int, source: ModelSource, trains: RunData
+    questions: Sequence[Question], log: RunLog, source: ModelSource, trains: RunData
 ) -> SamplePrompts | None:
-    """The questions (without any: None) by the model's tokenizer or the data's, and the template of its chats.
+    """The questions, and room for others if callbacks ask some (without either: None), by the model's tokenizer or the
+    data's, and the template of its chats.
 
     UsageError for text without a tokenizer, an empty prompt, or more tokens than the model has positions.
     """
-    if not questions:
+    if not questions and log.sample_length is None:
         return None
     own = source.preset_tokenizer if any(question.tokens is None for question in questions) else None
-    named, config = trains.tokenizer or own, trains.config
+    named, config, max_tokens = trains.tokenizer or own, trains.config, log.sample_tokens
     tokenizer = None if named is None else TextTokenizer.open(str(named))
     template = (trains.templates or {}).get("default")
     reader = PromptReader(tokenizer, config.vocab_size, template, trains.data.train.num_virtual)
@@ -170,4 +192,11 @@ def open_samples(
                 f"--sample-prompts: prompt {number} has {len(prompt):,} tokens, which with --sample-tokens "
                 f"{max_tokens:,} is more than the {config.max_position:,} positions of {source.name}: use fewer"
             )
-    return SamplePrompts(questions, prompts, max_tokens, reader, stop_tokens(config, source.folder, tokenizer))
+    if (log.sample_length or 0) > config.max_position:
+        raise UsageError(
+            f"--sample-length {log.sample_length:,} is more than the {config.max_position:,} positions of "
+            f"{source.name}: use fewer"
+        )
+    length = max([log.sample_length or 0, *(len(prompt) + max_tokens for prompt in prompts)])
+    ends = stop_tokens(config, source.folder, tokenizer)
+    return SamplePrompts(questions, prompts, max_tokens, length, reader, ends, log.sample_length is not None)

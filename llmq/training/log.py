@@ -73,7 +73,7 @@ class RunLog:
         self._eval_steps = (options.eval_num_steps, 0 if options.final_eval == "all" else options.eval_num_steps)
         self.gpu_every = options.log_gpu_util
         self.sample_prompts = None if options.sample_prompts is None else Path(options.sample_prompts)
-        self.sample_tokens = options.sample_tokens
+        self.sample_tokens, self.sample_length = options.sample_tokens, options.sample_length
         self._every = (options.log_every, options.eval_every_n_steps)
         self._verbosity = options.verbosity
         self._screen = Screen(console)

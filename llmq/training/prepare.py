@@ -56,7 +56,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     start = _start(options, log, ranks)
     dtypes, _ = _resolve_precision(start, options, start.source.config)
     trains = _open_data(start, dtypes)
-    samples = open_samples(questions, log.sample_tokens, start.source, trains)
+    samples = open_samples(questions, log, start.source, trains)
     where, packs = start.device, device.packing_problem(start.device, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing, steps = Packing(*trains.data.limits) if trains.data.limits else None, trains.schedule.steps

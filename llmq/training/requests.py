@@ -1,4 +1,4 @@
-"""What callbacks ask of a run that all of its ranks carry out: the loss on data, a parameter.
+"""What callbacks ask of a run that all of its ranks carry out: the loss on data, a parameter, text.
 
 Callbacks run on the first rank. While they do, the others wait for what these ask (`serve`), do their part of it, and
 wait again, until the first rank says that it is done. What is asked is checked before the others hear of it.
@@ -18,6 +18,8 @@ from llmq.data.batches.loader import eval_batches
 from llmq.data.batches.named_data import open_beside
 from llmq.data.rows.given import placed_beside
 from llmq.engine.engine import Engine
+from llmq.errors import UsageError
+from llmq.generation.prompts import Answer, questions_of
 from llmq.training.evaluation import sums_of
 from llmq.training.ready import Ready
 
@@ -88,4 +90,34 @@ def _parameter(run: Ready, engine: Engine, own: None, name: str) -> np.ndarray:
     return engine.parameter(name)
 
 
-WORK: Mapping[str, Callable[..., Any]] = {"loss": _loss, "parameter": _parameter}
+def prompts_of(run: Ready, asked: object, max_tokens: int) -> list[list[int]]:
+    """Questions of a Python caller as tokens. UsageError for what the run has no room for."""
+    if (samples := run.samples) is None:
+        raise UsageError(
+            "run.generate() needs a cache of keys and values in the plan of the run: add --sample-length N "
+            "(sample_length=N), the most tokens of a prompt and its answer"
+        )
+    if max_tokens < 1:
+        raise UsageError(f"run.generate(max_tokens={max_tokens}): use 1 or more")
+    prompts = [list(samples.reader.tokens(question)) for question in questions_of(asked)]
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise UsageError(f"run.generate(): prompt {number} has no tokens: give it some text")
+        if len(prompt) + max_tokens > samples.length:
+            raise UsageError(
+                f"run.generate(): prompt {number} has {len(prompt):,} tokens, which with max_tokens={max_tokens} is "
+                f"more than the {samples.length:,} that the plan has room for: use fewer, or a larger --sample-length"
+            )
+    return prompts
+
+
+def _texts(
+    run: Ready, engine: Engine, own: None, prompts: list[list[int]], max_tokens: int, stop: list[str]
+) -> list[Answer]:
+    """Answers to prompts, which each rank writes for itself."""
+    assert run.samples is not None
+    with run.log.task("Completing prompts") as report:
+        return run.samples.answers(engine, prompts, max_tokens, stop, report=report)
+
+
+WORK: Mapping[str, Callable[..., Any]] = {"loss": _loss, "parameter": _parameter, "texts": _texts}

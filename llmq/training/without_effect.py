@@ -74,7 +74,9 @@ TABLE: tuple[tuple[tuple[str, ...], Callable[[Ready], bool], str], ...] = (
     ),
     (
         ("eval_every_n_steps",),
-        lambda run: _has_no_eval(run) and run.samples is None and run.options["eval_every_n_steps"],
+        lambda run: (
+            _has_no_eval(run) and not (run.samples and run.samples.prompts) and run.options["eval_every_n_steps"]
+        ),
         NO_EVAL,
     ),
     (("eval_num_steps", "final_eval"), _has_no_eval, NO_EVAL),

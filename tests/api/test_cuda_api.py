@@ -137,7 +137,14 @@ def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch, level):
         pytest.skip("needs two GPUs")
     monkeypatch.chdir(tmp_path)
     given = {**on_weights(tmp_path, 8), "model": str(folder(tmp_path / "for the GPU", **SHAPE)), "from_scratch": True}
-    given |= {"batch_size": 1, "global_batch_size": 4, "zero_level": level, "gpus": 2, "console": io.StringIO()}
+    given |= {
+        "batch_size": 1,
+        "global_batch_size": 4,
+        "zero_level": level,
+        "gpus": 2,
+        "sample_length": 16,
+        "console": io.StringIO(),
+    }
     del given["grad_accumulation"]
     seen, ids = [], np.random.default_rng(0).integers(0, V, 100)
 
@@ -146,6 +153,7 @@ def test_the_caller_is_the_first_of_two_ranks(tmp_path, monkeypatch, level):
         if not hasattr(record, "lr"):
             assert run.evaluate() == record.loss and np.isfinite(run.evaluate(ids))
             assert np.isfinite(run.parameter("model.layers.0.mlp.up_proj.weight")).all()
+            assert all(len(one.tokens) <= 4 for one in run.generate([[1, 2], [3]], max_tokens=4))
         if run.step == 3:
             run.stop("enough")
 

@@ -1,6 +1,7 @@
 """What callbacks ask of a run that all its ranks carry out: losses on data, parameters."""
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from tiny_runs import text_model, weights_of
 
 import llmq
 from llmq import Callback, Trainer
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError, MemoryLimitError, UsageError
+from llmq.hardware import device
+from llmq.report.read import read_log
 from llmq.training.records import EvalRecord
 
 ROWS = [{"text": f"the number {i}, " * (1 + i % 5)} for i in range(60)]
@@ -162,3 +165,79 @@ def test_all_ranks_know_why_a_callback_stopped(given):
     stop = lambda run, record: isinstance(record, EvalRecord) and run.stop("enough")  # noqa: E731
     results, _ = train_on_ranks(2, given, callbacks=[stop])
     assert [(result.steps, result.stopped_by) for result in results] == [(4, "enough")] * 2
+
+
+PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42]]
+
+
+class Writes(Callback):
+    """Keeps what the model writes."""
+
+    def __init__(self, prompts=PROMPTS, **settings):
+        self.prompts, self.settings, self.found = prompts, settings, []
+
+    def on_evaluate(self, run, record):
+        self.found.append([one.tokens for one in run.generate(self.prompts, **self.settings)])
+
+
+def test_callbacks_have_the_model_write_as_sample_prompts_does(given):
+    """At every evaluation, changing no bit; the last answers are those of the exported model."""
+    Path("prompts.jsonl").write_text("".join(json.dumps({"tokens": prompt}) + "\n" for prompt in PROMPTS))
+    writes, both = Writes(max_tokens=6), Writes(max_tokens=6)
+    result = llmq.train(**given, sample_length=20, callbacks=[writes])
+    plain = llmq.train(**{**given, "name": "plain"})
+    assert weights_of(result.checkpoint_path) == weights_of(plain.checkpoint_path)
+    about = {"sample_prompts": "prompts.jsonl", "sample_tokens": 6, "name": "samples"}
+    asked = llmq.train(**{**given, **about}, callbacks=[both])
+    events = [event for event in read_log(asked.log_path).events if event["type"] == "samples"]
+    shown = [[tuple(one["new_tokens"]) for one in event["samples"]] for event in events]
+    assert writes.found == both.found == shown and len(shown) == 3 and shown[0] != shown[2]
+    written = llmq.generate(str(result.model_path), PROMPTS, max_tokens=6, device="cpu")
+    assert [one.tokens for one in written] == shown[2]
+
+
+def test_text_is_written_by_the_tokenizer_of_the_run(on_text):
+    found = {}
+
+    def looks(run, record):
+        found["plain"] = run.generate("the number", max_tokens=8)[0]
+        found["cut"] = run.generate("the number", max_tokens=8, stop=found["plain"].text[2:4])[0]
+
+    Trainer(**on_text, sample_length=40).train(ROWS, callbacks=[looks], console=io.StringIO())
+    assert len(found["plain"].tokens) == 8 and found["plain"].finish_reason == "length"
+    assert found["cut"].finish_reason == "stop" and found["plain"].text.startswith(found["cut"].text)
+    assert len(found["cut"].text) <= 2
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_ranks_write_together(given, level):
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "zero_level": level, "steps": 4}
+    writes, alone = Writes(max_tokens=5), Writes(max_tokens=5)
+    train_on_ranks(2, {**given, "sample_length": 20}, callbacks=[writes])
+    llmq.train(**{**given, "zero_level": 0, "name": "alone"}, sample_length=20, callbacks=[alone])
+    assert writes.found == alone.found and len(alone.found) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "match"),
+    [
+        ({}, {}, r"run.generate\(\) needs a cache .*: add --sample-length N"),
+        ({"sample_length": 9}, {"max_tokens": 3}, r"prompt 3 has 8 tokens, which with max_tokens=3 is more than the 9"),
+        ({"sample_length": 9}, {"max_tokens": 0}, r"run.generate\(max_tokens=0\): use 1 or more"),
+        ({"sample_length": 9}, {"prompts": "text", "max_tokens": 1}, "the model has no tokenizer"),
+        ({"sample_length": 9}, {"prompts": [[97]], "max_tokens": 1}, "token 97 of a prompt is not in the vocabulary"),
+        ({"sample_length": 65}, {}, "--sample-length 65 is more than the 64 positions of"),
+        ({"sample_length": 1}, {}, "--sample-length 1"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(given, options, settings, match):
+    with pytest.raises(UsageError, match=match):
+        llmq.train(**{**given, **options}, callbacks=[Writes(**settings)])
+
+
+def test_room_for_answers_is_planned_and_leaving_it_out_is_advised(given, monkeypatch):
+    with_it, without = (llmq.train(**{**given, **more}, dry_run=True).plan for more in ({"sample_length": 20}, {}))
+    assert without.total_bytes < with_it.total_bytes
+    monkeypatch.setattr(device, "memory_bytes", lambda *where: (with_it.total_bytes, without.total_bytes))
+    with pytest.raises(MemoryLimitError, match="without --sample-length"):
+        llmq.train(**given, sample_length=20)
