@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.data.rows.given import on_host
 from llmq.errors import UsageError
 from llmq.tensor import IGNORED
 
@@ -79,7 +80,7 @@ class TokenRules:
             ids, is_one = self.rows(f"{key} of row {number}", given[key], or_ignored=key == "labels")
             if not is_one:
                 raise UsageError(f"{key} of row {number} are {ids.shape}: give (T,)")
-            found[key] = _on_host(ids[0])
+            found[key] = on_host(ids[0])
         tokens, labels = found["input_ids"], found.get("labels", found["input_ids"])
         if labels.shape != tokens.shape:
             raise UsageError(f"row {number} has {len(labels)} labels of {len(tokens)} tokens: give one for each")
@@ -102,7 +103,7 @@ class TokenRules:
         try:
             if self.cell is not None and (found := _on_gpu(values)) is not None:
                 return found
-            return _on_host(values)
+            return on_host(values)
         except (ValueError, TypeError, BufferError) as error:  # rows of several lengths
             raise UsageError(f"{name} are no tokens: {error}") from None
 
@@ -116,13 +117,6 @@ def _on_gpu(values: Any) -> Any:
     if kind not in CUDA or index != cupy.cuda.runtime.getDevice():
         return None
     return values if isinstance(values, cupy.ndarray) else cupy.from_dlpack(values)
-
-
-def _on_host(values: Any) -> np.ndarray:
-    """The values on the host; what is on a GPU is copied."""
-    if hasattr(values, "__cuda_array_interface__"):
-        return np.asarray(import_module("cupy").asnumpy(values))
-    return np.from_dlpack(values) if hasattr(values, "__dlpack__") else np.asarray(values)
 
 
 @cache

@@ -72,7 +72,8 @@ class Trainer:
     def _with_data(self, train: Any, val: Any) -> Iterator[Config]:
         """The configuration with data that is held, if it is given. UsageError where options name data, too."""
         given = [name for name, value in {"train": train, "val": val}.items() if value is not None]
-        named = [key for key in ("data", "train_file", "eval_file") if key in self.config.options]
+        keys = ("data", "train_file", "eval_file", *(["eval_fraction"] if val is not None else []))
+        named = [key for key in keys if key in self.config.options]
         if given and named:
             raise UsageError(
                 f"{' and '.join(given)}, and the options {', '.join(named)}, both name data: give one of them"

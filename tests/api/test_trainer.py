@@ -61,31 +61,51 @@ class Loads:
         return ROWS[index]
 
 
+def frame(rows):
+    """Part of a data frame of pandas, whose index is no range."""
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    return pandas.DataFrame([{"text": "left out"}, *rows])[lambda found: found.text != "left out"]
+
+
+def older_frame(rows):
+    """A data frame as pandas had them before 2.2."""
+    found = frame(rows)
+    older = type("DataFrame", (type(found),), {"__arrow_c_stream__": property(lambda self: [].absent)})(found)
+    assert not hasattr(older, "__arrow_c_stream__")
+    return older
+
+
+def data_set(rows):
+    """A selection of a data set of Hugging Face."""
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    return datasets.Dataset.from_list([*rows, *rows]).select(range(len(rows)))
+
+
 HELD = {
     "dicts": lambda rows: rows,
     "texts": lambda rows: [row["text"] for row in rows],
     "tuple": tuple,
     "table": pyarrow.Table.from_pylist,
+    "frame": frame,
+    "older frame": older_frame,
+    "data set": data_set,
 }
 
 
-@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "data set" else []) for kind in HELD]
+)
 def test_rows_in_memory_have_the_bits_of_the_same_rows_in_files(given, kind):
     of_files = weights(quiet({**given, "data": write_rows(train=ROWS, validation=HELD_OUT)}))
     held = quiet(given, HELD[kind](ROWS), HELD[kind](HELD_OUT))
     assert weights(held) == of_files and np.isfinite(held.history["eval_loss"]).all()
+    if kind == "table":
+        assert weights(quiet(given, HELD[kind](ROWS), HELD_OUT)) == of_files
 
 
 def test_part_of_rows_without_others_is_held_out_as_of_a_file(given):
     of_file = weights(quiet({**given, "data": str(Path(write_rows(train=ROWS)) / "train.jsonl")}))
     assert weights(quiet(given, Loads())) == of_file
-
-
-def test_a_data_set_of_hugging_face(given):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
-    of_files = weights(quiet({**given, "data": write_rows(train=ROWS[:40], validation=HELD_OUT)}))
-    found = datasets.Dataset.from_list(ROWS).select(range(40)), datasets.Dataset.from_list(HELD_OUT)
-    assert weights(quiet(given, *found)) == of_files
 
 
 def test_tokens_are_those_of_a_token_file(given):
@@ -105,8 +125,23 @@ def test_rows_of_tokens_are_those_of_a_file(given, has_labels):
         {"input_ids": row, **({"labels": goal} if has_labels else {})}
         for row, goal in zip(ids.tolist(), labels.tolist(), strict=True)
     ]
-    of_file = weights(quiet({**given, "data": str(Path(write_rows(train=rows)) / "train.jsonl")}))
-    assert weights(quiet(given, {"input_ids": ids, "labels": labels} if has_labels else ids)) == of_file
+    of_file = weights(quiet({**given, "data": write_rows(train=rows, validation=rows[:6])}))
+    held = {"input_ids": ids, "labels": labels} if has_labels else ids
+    part = {key: value[:6] for key, value in held.items()} if has_labels else Shared(ids[:6])
+    assert weights(quiet(given, held, part)) == of_file
+
+
+class Shared:
+    """An array of another library."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **about):
+        return self._array.__dlpack__(**about)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
 
 
 class Again:
@@ -116,9 +151,17 @@ class Again:
         return iter(ROWS)
 
 
-@pytest.mark.parametrize("stream", [Again, lambda: (row for row in ROWS * 10)], ids=["iterable", "generator"])
+def streamed_data_set():
+    return data_set(ROWS).to_iterable_dataset()
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [Again, pytest.param(streamed_data_set, marks=pytest.mark.slow), lambda: (row for row in ROWS * 10)],
+    ids=["iterable", "data set", "generator"],
+)
 def test_a_stream_has_the_bits_of_a_streamed_file_and_resumes(given, stream):
-    rows = ROWS if stream is Again else ROWS * 10
+    rows = ROWS if stream in (Again, streamed_data_set) else ROWS * 10
     given |= {"eval_every_n_steps": 0, "ckpt_interval": 2, "ckpt_keep_n": 0, "packing": "windows"}
     file = str(Path(write_rows(train=rows)) / "train.jsonl")
     of_file = weights(quiet({**given, "data": file, "streaming": True}))
@@ -133,6 +176,12 @@ def test_an_iterator_that_ends_early_says_so(given):
     assert weights(quiet({**given, "steps": 3}, iter(ROWS))) == weights(one_pass)  # its last rows come, too
     with pytest.raises(DataError, match="train: the iterator has given 60 rows, and cannot give them again"):
         quiet(given, iter(ROWS))
+    with pytest.raises(DataError, match="train has no rows: an iterator gives them once"):
+        quiet(given, iter([]))
+    read = (row for row in ROWS)
+    next(read)
+    with pytest.raises(UsageError, match="train is a generator that was read before"):
+        quiet(given, read)
     with pytest.raises(UsageError, match=r"held:train are rows that a Python program gave"):
         llmq.train(**{**given, "data": "held:train", "streaming": True}, console=io.StringIO())
 
@@ -151,7 +200,16 @@ def test_an_iterator_that_ends_early_says_so(given):
         (np.zeros(5), None, r"train is an array \(5,\) of float64"),
         (np.zeros((2, 3, 4), int), None, r"train is an array \(2, 3, 4\)"),
         ({"input_ids": np.zeros((2, 3), int), "labels": np.zeros((2, 4), int)}, None, r"train has input_ids \(2, 3\)"),
-        ({"labels": np.zeros((2, 3), int)}, None, "give input_ids"),
+        ({"labels": np.zeros((2, 3), int)}, None, "train has labels: give input_ids"),
+        ({"input_ids": [[1, 2], [3]]}, None, "train has no arrays .*: give input_ids .*, or a list of dicts"),
+        ({"input_ids": np.zeros((2, 3))}, None, r"train has input_ids \(2, 3\) of float64: .* of whole numbers"),
+        (np.array([[1, 2], [3]], object), None, r"train is an array \(2,\) of object"),
+        (pyarrow.table({"text": pyarrow.array([], "string")}), None, "train has no rows"),
+        (ROWS, pyarrow.table({"text": pyarrow.array([], "string")}), "val has no rows"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], None, "train:2: token 1 has the id 500, but"),
+        (pyarrow.table({"input_ids": [[1, 2], [1, 500]]}), None, "train:2: token 1 has the id 500, but"),
+        (np.array([[1, 2], [3, 4]]), np.array([[1, 2], [-3, 4]]), "val:2: token 0 has the id -3, but"),
+        (np.full(99, 2**40), None, "train: token 0 has the id 1099511627776"),
         (np.array([1, -2, 3]), None, "train: token 1 has the id -2"),
         (np.zeros(0, int), None, "train has no tokens"),
         (ROWS, np.arange(5), "train is rows and val is tokens"),
@@ -168,6 +226,13 @@ def test_data_that_cannot_be_used_is_refused(given, train, val, match):
 def test_data_in_two_places_is_refused(given):
     with pytest.raises(UsageError, match="train and val, and the options data, eval_file, both name data"):
         quiet({**given, "eval_file": "eval.bin", "data": "rows"}, ROWS, HELD_OUT)
+    with pytest.raises(UsageError, match="train and val, and the options eval_fraction, both name data"):
+        quiet({**given, "eval_fraction": 0.5}, ROWS, HELD_OUT)
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    with pytest.raises(DataError, match="train is a Series that is no table"):
+        quiet(given, pandas.Series(["a", "b"]))
+    with pytest.raises(DataError, match="train is a DataFrame that is no table"):
+        quiet(given, pandas.DataFrame({"text": ["a", 5]}))
 
 
 @pytest.mark.slow

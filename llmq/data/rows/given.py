@@ -12,6 +12,7 @@ so that they are tokenized once, and every rank and a resumed run find them; str
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import cache_folder, storage
 from llmq.errors import DataError, UsageError
 
+LARGEST_ID = 2**31 - 1
 KINDS = "a list of dicts or texts, a table or data set, an array of tokens, an iterable of rows, or a name"
 
 
@@ -39,14 +42,20 @@ class PlacedData:
 
     options: Mapping[str, Any]
     streams: Mapping[str, HeldRows]
+    files: Mapping[str, str]  # by argument
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within, the streams can be read by their names."""
+        """Within, the streams can be read by their names, and errors say the argument in place of its file."""
         with ExitStack() as stack:
             for name, rows in self.streams.items():
                 stack.enter_context(holding(name, rows))
-            yield
+            try:
+                yield
+            except DataError as error:
+                for name, file in self.files.items():
+                    error.args = (str(error.args[0]).replace(file, name), *error.args[1:])
+                raise
 
 
 def placed(train: Any, val: Any = None) -> PlacedData:
@@ -58,13 +67,14 @@ def placed(train: Any, val: Any = None) -> PlacedData:
         raise UsageError(f"{said}: give both as rows or both as arrays of tokens (n,); beside names, use eval_fraction")
     kind, value = given["train"]
     if kind == "name":
-        return PlacedData({"data": [os.fspath(value)]}, {})
+        return PlacedData({"data": [os.fspath(value)]}, {}, {})
     if kind == "stream":
-        return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, {f"{PREFIX}train": HeldRows(value, "train")})
+        own = {f"{PREFIX}train": HeldRows(value, "train")}
+        return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, own, {})
     files = _in_cache({name: (_SPLITS[name], *one) for name, one in _writers(given).items()})
     if kind == "tokens":
-        return PlacedData({key: [files[name]] for name, key in _TOKEN_OPTIONS.items() if name in files}, {})
-    return PlacedData({"data": [str(Path(files["train"]).parent) if "val" in files else files["train"]]}, {})
+        return PlacedData({key: [files[name]] for name, key in _TOKEN_OPTIONS.items() if name in files}, {}, files)
+    return PlacedData({"data": [str(Path(files["train"]).parent) if "val" in files else files["train"]]}, {}, files)
 
 
 def placed_beside(name: str, value: Any) -> tuple[str, bool]:
@@ -90,16 +100,14 @@ def _known(name: str, value: Any) -> tuple[str, Any]:
     """What kind of data a value is, and the value as that: rows, table, tokens, stream or name."""
     if isinstance(value, (str, os.PathLike)):
         return "name", value
-    if hasattr(value, "__arrow_c_stream__"):
-        import pyarrow
-
-        return "table", pyarrow.table(value)
-    if _is_data_set(value):
+    if hasattr(value, "__arrow_c_stream__") or _is_of("pandas", value, "to_dict"):
+        return "table", _table(name, value)
+    if _is_of("datasets", value, "with_format", "__len__") and not isinstance(value, Mapping):
         return "table", value.with_format("arrow")[:]
     if isinstance(value, Mapping):
         return "rows", _columns(name, value)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
-        array = np.asarray(value)
+        array = on_host(value)
         if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
             raise UsageError(
                 f"{name} is an array {array.shape} of {array.dtype}: tokens are whole numbers, (n,) or (rows, tokens)"
@@ -107,18 +115,37 @@ def _known(name: str, value: Any) -> tuple[str, Any]:
         return ("tokens", array) if array.ndim == 1 else ("rows", _columns(name, {"input_ids": array}))
     if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
         return "rows", (value[index] for index in range(len(value)))
+    if inspect.isgenerator(value) and inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
+        raise UsageError(f"{name} is a generator that was read before, and cannot begin again: give a new one")
     if isinstance(value, Iterable):
         return "stream", value
     raise UsageError(f"{name} is a {type(value).__name__}: give {KINDS}")
 
 
-def _is_data_set(value: Any) -> bool:
-    """Whether this is a Dataset of Hugging Face's datasets, which need not be installed."""
-    return (
-        type(value).__module__.partition(".")[0] == "datasets"
-        and hasattr(value, "with_format")
-        and hasattr(value, "__len__")
-    )
+def _is_of(library: str, value: Any, *attributes: str) -> bool:
+    """Whether this is an object of a library, which need not be installed, with these attributes."""
+    modules = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+    return library in modules and all(hasattr(value, name) for name in attributes)
+
+
+def _table(name: str, value: Any) -> Any:
+    """A pyarrow table of an Arrow stream, or of a data frame of pandas (before 2.2 without one), less its index."""
+    import pyarrow
+
+    try:
+        is_frame = _is_of("pandas", value, "columns")
+        return pyarrow.Table.from_pandas(value, preserve_index=False) if is_frame else pyarrow.table(value)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{name} is a {type(value).__name__} that is no table ({error}): give {KINDS}") from None
+
+
+def on_host(values: Any) -> np.ndarray:
+    """An array, or what else has numbers, as NumPy's on the host; what is on a GPU is copied. ValueError, TypeError and
+    BufferError for what is none."""
+    if hasattr(values, "__cuda_array_interface__"):
+        return np.asarray(import_module("cupy").asnumpy(values))
+    is_other = hasattr(values, "__dlpack__") and not isinstance(values, np.ndarray)
+    return np.from_dlpack(values) if is_other else np.asarray(values)
 
 
 def _writers(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Write]]:
@@ -132,17 +159,29 @@ def _writers(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Write
             rows = value if kind != "table" else (row for batch in value.to_batches() for row in batch.to_pylist())
             found[name] = (".jsonl", _rows_writer(name, rows))
         else:
-            found[name] = (".parquet", _table_writer(value))
+            found[name] = (".parquet", _table_writer(name, value))
     return found
 
 
 def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of arrays (N,T) by the names of their columns. UsageError for arrays of other shapes."""
-    arrays = {key: np.asarray(value) for key, value in columns.items()}
-    shapes = {key: array.shape for key, array in arrays.items()}
-    if "input_ids" not in arrays or any(len(shape) != 2 for shape in shapes.values()) or len({*shapes.values()}) > 1:
-        said = ", ".join(f"{key} {shape}" for key, shape in shapes.items())
-        raise UsageError(f"{name} has {said}: give input_ids (rows, tokens), and labels of the same shape")
+    fix = "give input_ids (rows, tokens), and labels of the same shape"
+    if "input_ids" not in columns:
+        raise UsageError(f"{name} has {', '.join(map(str, columns)) or 'nothing'}: {fix}")
+    try:
+        arrays = {key: on_host(value) for key, value in columns.items()}
+    except (ValueError, TypeError, BufferError) as error:
+        raise UsageError(
+            f"{name} has no arrays ({error}): {fix}, or a list of dicts with rows of any lengths"
+        ) from None
+    shapes = {array.shape for array in arrays.values()}
+    if (
+        len(shapes) > 1
+        or any(len(shape) != 2 for shape in shapes)
+        or any(a.dtype.kind not in "iu" for a in arrays.values())
+    ):
+        said = ", ".join(f"{key} {array.shape} of {array.dtype}" for key, array in arrays.items())
+        raise UsageError(f"{name} has {said}: {fix}, of whole numbers")
     return (
         {key: row.tolist() for key, row in zip(arrays, rows, strict=True)}
         for rows in zip(*arrays.values(), strict=True)
@@ -190,10 +229,12 @@ def _kind(row: Any) -> str:
     return f"a {type(row).__name__}"
 
 
-def _table_writer(table: Any) -> Write:
+def _table_writer(name: str, table: Any) -> Write:
     def write(path: Path) -> None:
         import pyarrow.parquet
 
+        if not table.num_rows:
+            raise DataError(f"{name} has no rows: give at least one")
         pyarrow.parquet.write_table(table, path, row_group_size=1 << 16)
 
     return write
@@ -205,6 +246,8 @@ def _tokens_writer(name: str, ids: np.ndarray) -> Write:
             raise DataError(f"{name} has no tokens: give at least two")
         if ids.min() < 0:
             raise DataError(f"{name}: token {int(np.argmax(ids < 0))} has the id {int(ids.min())}: ids count from 0")
+        if ids.max() > LARGEST_ID:
+            raise DataError(f"{name}: token {int(np.argmax(ids))} has the id {int(ids.max())}: use less than 2**31")
         with TokenWriter(path, vocab_size=int(ids.max()) + 1) as file:
             file.append(ids)
 

@@ -79,6 +79,8 @@ class HeldRows:
             if len(self._first) < LOOKED_AT and self._taken == len(self._first) + 1:
                 self._first.append(row)
             yield row
+        if not self._taken:
+            raise DataError(f"{self.name} has no rows: an iterator gives them once, so give a new one for each run")
 
     def _row(self, number: int, row: Any) -> Row:
         place = f"{self.name}:{number + 1}"
