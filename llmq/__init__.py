@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from llmq.api import presets as presets
     from llmq.api.config import Config as Config
     from llmq.api.load import load as load
+    from llmq.api.plugins import register as register
     from llmq.api.quick_start import quick_start as quick_start
     from llmq.api.trainer import Trainer as Trainer
     from llmq.api.trainer import train as train
@@ -28,6 +29,7 @@ _HOMES = {
     "generate": "llmq.generation.text.write",
     "load": "llmq.api.load.load",
     "quick_start": "llmq.api.quick_start.quick_start",
+    "register": "llmq.api.plugins.register",
     "train": "llmq.api.trainer.train",
 }
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "load",
     "presets",
     "quick_start",
+    "register",
     "train",
 ]
 

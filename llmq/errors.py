@@ -67,6 +67,12 @@ class StorageError(LlmqError):
     exit_code = 7
 
 
+class PluginError(LlmqError):
+    """A plug-in that is not imported or has failed: says which one, where and why."""
+
+    exit_code = 8
+
+
 @contextmanager
 def all_problems() -> Iterator[list[str]]:
     """A list of problems, which are raised as one DataError at the end."""

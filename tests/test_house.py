@@ -44,6 +44,7 @@ OWNERS = {
     "ScheduleOptions": "llmq.training.schedule",
     "ShardingOptions": "llmq.plan.levels",
     "OptimizerOptions": "llmq.model.optimizer",
+    "LossOptions": "llmq.plan.loss",
     "RegularizationOptions": "llmq.plan.spec",
     "LogOptions": "llmq.training.log",
     "StoppingOptions": "llmq.training.callbacks",

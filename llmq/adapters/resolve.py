@@ -31,10 +31,20 @@ from llmq.model.config import ModelConfig, problems_of, read_json
 from llmq.model.held import AS_IT_IS, HELD_FORMS, HeldBase
 from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions
+from llmq.plugins import Table, table
 from llmq.row import Row
 
-METHODS: tuple[type[Method], ...] = (Lora, Gains, AdaLora, Prompt, Prefix, PartOfModel)
-KINDS = {name: method for method in METHODS for name in method.peft_types}
+METHODS: Table[type[Method]] = table(
+    "method",
+    {
+        "lora": Lora,
+        "ia3": Gains,
+        "adalora": AdaLora,
+        "prompt_tuning": Prompt,
+        "prefix_tuning": Prefix,
+        "train_only": PartOfModel,
+    },
+)
 NAMES_AND_SIZES = re.compile(r"(?<=^missing: )\S+|^(?!missing: )\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
@@ -52,7 +62,12 @@ def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Met
     """
     if options.adapter is not None:
         return _stored(options, Path(options.adapter), config)
-    asked = (method.of_options(options, config, steps) for method in METHODS)
+    if options.adapter_method is not None:
+        found: Method = METHODS.call(
+            options.adapter_method, options, config, steps, by=lambda method: method.of_options
+        )
+        return found
+    asked = (method.of_options(options, config, steps) for method in METHODS.ours.values())
     return next((found for found in asked if found is not None), NO_ADAPTERS)
 
 
@@ -274,17 +289,24 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     return StoredAdapter(folder, adapters, base, read_base(folder), tensors, copies, config, columns)
 
 
+def _kinds(methods: Mapping[str, type[Method]]) -> dict[str, type[Method]]:
+    """Methods by PEFT's names of them."""
+    return {name: method for method in methods.values() for name in method.peft_types}
+
+
 def _config_of(folder: Path) -> tuple[type[Method], PeftConfig]:
     """The method and the config of a folder. DataError for what is of none, or has other values than PEFT gives."""
     about = read_json(folder / ADAPTER_CONFIG)
-    kind = about.get("peft_type")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(KINDS)}")
+    kind, kinds = str(about.get("peft_type")), _kinds(METHODS)
+    if kind not in kinds:
+        kinds = _kinds(METHODS.whole())
+    if kind not in kinds:
+        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type {kind} is not read, only {', '.join(kinds)}")
     if unknown := [name for name in UNKNOWN if about.get(name)]:
         said = ", ".join(f"{name} {about[name]}" for name in unknown)
         raise DataError(f"{folder / ADAPTER_CONFIG}: llmq does not have {said}")
     try:
-        return KINDS[kind], KINDS[kind].peft_keys.model_validate(about)
+        return kinds[kind], kinds[kind].peft_keys.model_validate(about)
     except ValidationError as error:
         lines = "\n".join(f"  - {one}" for one in problems_of(about, error))
         raise DataError(f"{folder / ADAPTER_CONFIG} cannot be used:\n{lines}") from None

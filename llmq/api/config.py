@@ -93,6 +93,8 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     def written(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [written(item) for item in value]
+        if callable(value):
+            raise UsageError(f"{value} is a function, which no file can name: llmq.register gives it a name")
         return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     return {key: written(value) for key, value in options.items()}

@@ -47,8 +47,6 @@ def load(
     """
     if dtype not in (None, "bf16", "fp32"):
         raise UsageError(f"dtype is {dtype!r}: give bf16 or fp32")
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device is {device!r}: give auto, cpu or cuda")
     if batch_size < 1 or seq_len < 1:
         raise UsageError(f"batch_size is {batch_size} and seq_len {seq_len}: use 1 or more")
     found = ModelWeights.find(
@@ -78,7 +76,7 @@ class LoadedModel:
         num_virtual = weights.adapters.num_virtual
         sizes = (batch_size, self.seq_len + num_virtual)
         spec = Spec(self.config, about, Memory(), Hyperparameters(), *sizes, adapters=weights.adapters)
-        backend = open_backend(where.kind)
+        backend = open_backend(where.backend)
         plan = plan_reading(spec, backend.scratch_bytes)
         refuse_if_too_large(plan, Limits(hardware.memory_bytes(where)[1]))
         self._reader = ModelReader(plan, backend, weights.values()(plan.rows), num_virtual=num_virtual)

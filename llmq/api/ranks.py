@@ -16,9 +16,12 @@ from llmq.comm.launch import CORES, ENDINGS, PLANNED, POLL_S, LocalRank, tail_of
 from llmq.comm.store import StoreServer
 from llmq.disk import storage
 from llmq.errors import UsageError, WorldError
+from llmq.files.source import find_source
 from llmq.hardware import device
 from llmq.hardware.cores import cores_of_ranks
-from llmq.options.parse import Options, arguments_of
+from llmq.model.families import FAMILIES
+from llmq.options.parse import Options, arguments_of, plugins_of
+from llmq.plugins import GROUP, table
 
 HOST = "127.0.0.1"
 PROGRAM = "llmq.cli.start:train"  # what the other ranks run
@@ -41,8 +44,23 @@ def started(options: Options) -> Iterator[Place | None]:
     if len(addresses) == 1:
         yield None
         return
+    refuse_local(options)
     with others(options, len(addresses), cores_of_ranks(len(addresses), addresses)) as place:
         yield place
+
+
+def refuse_local(options: Options) -> None:
+    """UsageError for plug-ins that other processes of the run would not find."""
+    flat = options.to_flat()
+    named = {f"{kind} {name}" for _, kind, name in plugins_of(flat) if name in table(kind).local}
+    if FAMILIES.local:
+        model = find_source(flat["model"], from_scratch=flat["from_scratch"]).config
+        named |= {f"family {name}" for name in FAMILIES.local if name == model.architecture}
+    if named:
+        raise UsageError(
+            f"{', '.join(sorted(named))} is registered in this process alone, and gpus={flat['gpus']} starts others: "
+            f"install a package that has it as an entry point of the group {GROUP}, or train on one GPU"
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from llmq.comm.world import ALONE, World
 from llmq.hardware.cores import use_blas_threads
 from llmq.ops.record import together
 from llmq.ops.seam import GIVEN, record
+from llmq.plugins import Table, table
 from llmq.screen import Report
 from llmq.tensor import Ref
 
@@ -30,7 +32,7 @@ Run = Callable[[], None]
 class Launch(NamedTuple):
     """One call of a program, bound to memory: it runs on its lane, after the calls whose indices are in `waits`.
     `collective` names the op of one: those that `groups` puts together may be made as one. `before` and `after` of
-    these run before and after all of them."""
+    these run before and after all of them. What `is_python` is called each time, in no graph."""
 
     run: Run
     lane: str = "main"
@@ -38,6 +40,7 @@ class Launch(NamedTuple):
     collective: str = ""
     before: tuple[Run, ...] = ()
     after: tuple[Run, ...] = ()
+    is_python: bool = False
 
 
 class Together(NamedTuple):
@@ -56,6 +59,25 @@ def groups(launches: Sequence[Launch]) -> Iterator[Together]:
         before = [run for each in found for run in each.before]
         after = [run for each in found for run in each.after]
         yield Together(indices, before, [each.run for each in found], after)
+
+
+def parts(launches: Sequence[Launch]) -> Iterator[list[Launch]]:
+    """Launches that a graph may have, and those that run Python, in turn. A part begins when all lanes have done what
+    is before it, and so waits for launches of its own alone."""
+    start = 0
+    for part in [list(found) for _, found in groupby(launches, key=lambda each: each.is_python)] or [[]]:
+        yield [each._replace(waits=tuple(other - start for other in each.waits if other >= start)) for each in part]
+        start += len(part)
+
+
+def in_turn(runs: Sequence[Run]) -> Run:
+    """One function for all of them."""
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return runs[0] if len(runs) == 1 else run
 
 
 class Needs(NamedTuple):
@@ -146,18 +168,42 @@ def open_backend(
     The CPU is always deterministic. `algorithms` are those of an earlier run, whose bits are then repeated.
     `capability` is that of a GPU that is planned for: (9, 0).
     """
-    from llmq.backends.host import BLAS_THREADS, HostBackend  # which take their protocols from here
+    return cast("Backend", BACKENDS.call(device, Settings(world, use_graphs, deterministic, algorithms, capability)))
 
-    if device == "cuda":
-        from llmq.backends.cuda import CudaBackend
 
-        given = None if algorithms and BLAS_THREADS in algorithms else algorithms  # of a run that began on the CPU
-        gpus = cast("NcclWorld", world)
-        return CudaBackend(use_graphs=use_graphs, deterministic=deterministic, given=given, world=gpus)
-    if device == "planned":
-        from llmq.backends.planned import ANY_CARD, PlannedBackend
+class Settings(NamedTuple):
+    """What `open_backend` was asked for."""
 
-        return cast("Backend", PlannedBackend(deterministic=deterministic, capability=capability or ANY_CARD))
-    assert device == "cpu", device
-    threads = use_blas_threads((algorithms or {}).get(BLAS_THREADS))
-    return HostBackend({BLAS_THREADS: threads} if threads else {}, world=world)
+    world: World
+    use_graphs: bool
+    deterministic: bool
+    algorithms: Mapping[str, Any] | None
+    capability: tuple[int, int] | None
+
+
+# Backends take their protocols from here, and are imported when they are opened.
+def _host(asked: Settings) -> Backend:
+    from llmq.backends.host import BLAS_THREADS, HostBackend
+
+    threads = use_blas_threads((asked.algorithms or {}).get(BLAS_THREADS))
+    return HostBackend({BLAS_THREADS: threads} if threads else {}, world=asked.world)
+
+
+def _cuda(asked: Settings) -> Backend:
+    from llmq.backends.cuda import CudaBackend
+    from llmq.backends.host import BLAS_THREADS
+
+    # None of a run that began on the CPU.
+    given = None if asked.algorithms and BLAS_THREADS in asked.algorithms else asked.algorithms
+    gpus = cast("NcclWorld", asked.world)
+    return CudaBackend(use_graphs=asked.use_graphs, deterministic=asked.deterministic, given=given, world=gpus)
+
+
+def _planned(asked: Settings) -> Backend:
+    from llmq.backends.planned import ANY_CARD, PlannedBackend
+
+    made = PlannedBackend(deterministic=asked.deterministic, capability=asked.capability or ANY_CARD)
+    return cast("Backend", made)
+
+
+BACKENDS: Table[Callable[..., Backend]] = table("backend", {"cpu": _host, "cuda": _cuda, "planned": _planned})

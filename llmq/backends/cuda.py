@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from llmq.backends import Launch, Needs, Op, Run, between, groups
+from llmq.backends import Launch, Needs, Op, Run, between, groups, in_turn, parts
 from llmq.backends.cuda_memory import (
     PIECE_BYTES,
     HostBlock,
@@ -271,7 +271,7 @@ class CudaBackend:
         self._algorithms = Algorithms(device_key(), given)
         self._gemms = Gemms(self._algorithms)
         attention = attention_kernels(Cudnn(deterministic=deterministic))
-        self._kernels: Mapping[str, Kernel] = {**cuda.KERNELS, **linear_kernels(self._gemms), **attention}
+        self._kernels: Mapping[str, Kernel] = cuda.kernels({**linear_kernels(self._gemms), **attention})
         self.ops: Mapping[str, Op] = between(world, {name: one.launch for name, one in self._kernels.items()})
 
     def scratch_bytes(self, call: Call) -> int:
@@ -346,7 +346,11 @@ class CudaBackend:
         for each in launches:
             if each.lane not in self._streams:
                 self._streams[each.lane] = cupy.cuda.Stream(non_blocking=True)
-        return _Program(launches, self._streams, self._use_graphs, self.world)
+        made = []
+        for part in parts(launches):
+            use_graphs = self._use_graphs and not any(each.is_python for each in part)
+            made.append(_Program(part, self._streams, use_graphs, self.world))
+        return in_turn(made)
 
 
 class _Program:

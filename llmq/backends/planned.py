@@ -32,7 +32,8 @@ class PlannedBackend:
     takes_scratch = True
 
     def __init__(self, *, deterministic: bool = True, capability: tuple[int, int] = ANY_CARD) -> None:
-        self._kernels, self._capability = _kernels(deterministic), 10 * capability[0] + capability[1]
+        self._kernels = cuda.kernels(_library_kernels(deterministic))
+        self._capability = 10 * capability[0] + capability[1]
 
     def scratch_bytes(self, call: Call) -> int:
         """Bytes that a call needs beside its arguments. UsageError for what the kernels lack on this GPU."""
@@ -40,14 +41,14 @@ class PlannedBackend:
 
 
 @cache
-def _kernels(deterministic: bool) -> Mapping[str, Kernel]:
+def _library_kernels(deterministic: bool) -> Mapping[str, Kernel]:
     """Never launched: there is neither a handle of cuBLASLt nor of cuDNN."""
     forward, backward = attention_kernels(None).values()
     modelled = {
         "attention_forward": replace(forward, scratch_bytes=None),
         "attention_backward": replace(backward, scratch_bytes=partial(_backward_workspace, backward, deterministic)),
     }
-    return {**cuda.KERNELS, **linear_kernels(None), **modelled}
+    return {**linear_kernels(None), **modelled}
 
 
 def _backward_workspace(exact: Kernel, deterministic: bool, call: Arguments) -> int:

@@ -54,7 +54,7 @@ class Binder:
         run: Callable[[], None] = partial(op, *outputs, *inputs, **call.numbers)
         if not call.collective and not any(math.prod(ref.shape) for ref in call.written):
             run = _nothing  # of a share without rows
-        made = Launch(run, call.lane, call.waits, call.collective)
+        made = Launch(run, call.lane, call.waits, call.collective, is_python=record(call.op).is_python)
         if not poison:
             return made
         before, after = (self._poison(found.get(index, ())) for found in (self.program.births, self.program.deaths))

@@ -130,7 +130,7 @@ class Writer:
         if self._loaded is not None:
             self._generator = Generator.on(self._loaded.holder, decoding, check)
         else:
-            backend = open_backend(where.kind)
+            backend = open_backend(where.backend)
             check(plan_generation(decoding, backend.scratch_bytes))
             values = self.weights.values()
             self._generator = open_generator(decoding, backend, lambda plan: values(plan.rows))

@@ -23,6 +23,7 @@ from llmq.hardware import cards as gpus
 from llmq.hardware import cores, cuda_driver, nvml
 from llmq.hardware.cuda_driver import OLDEST_CAPABILITY, Problem, dotted
 from llmq.hardware.host_memory import host_memory_bytes, may_grow
+from llmq.plugins import split, table
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class Device:
     limit_bytes: int | None = None  # of memory that it is taken to have
     note: str | None = None  # why `auto` is not the GPU that is here
     num_sharing: int = 1  # processes of the run on this machine, which share its host memory
+    plugin: str = ""  # the backend of one, which computes in the host's memory
+
+    @property
+    def backend(self) -> str:
+        """What `open_backend` takes."""
+        return "planned" if self.planned else self.plugin or self.kind
 
     @property
     def card(self) -> gpus.Card | None:
@@ -98,9 +105,13 @@ def pick_device(options: SystemOptions) -> Device:
 
 
 def pick(device: str) -> Device:
-    """The device of `auto`, `cpu` or `cuda`. UsageError for a GPU that cannot be used."""
+    """The device of `auto`, `cpu` or `cuda`, or of a plug-in's backend. UsageError for a GPU that cannot be used."""
     if device == "cpu":
         return CPU
+    if device not in ("auto", "cuda"):
+        if not table("backend").has(split(device)[0]):
+            raise UsageError(f"device {device} is not one of auto, cuda, cpu, and no plug-in has this name")
+        return Device(plugin=device)
     problem = cuda_backend_problem()
     if problem is None:
         driver = cuda_driver.read()

@@ -168,11 +168,10 @@ def _said(error: Any) -> str:
 
 def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
     """The one known architecture that `architectures` and `model_type` agree on; Llama with a problem noted if none."""
-    known = {
-        "architectures": {repr([name]): name for name in FAMILIES},
-        "model_type": {repr(family.model_type): name for name, family in FAMILIES.items()},
-    }
+    known = _known(FAMILIES)
     given = {key: repr(mapping[key]) for key in known if mapping.get(key) is not None}
+    if any(value not in known[key] for key, value in given.items()):
+        known = _known(FAMILIES.whole())
     named = [known[key][value] for key, value in given.items() if value in known[key]]
     for key in given or ["architectures"]:
         if given.get(key) not in known[key]:
@@ -181,6 +180,14 @@ def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
     if len(set(named)) > 1:
         problems.append(_problem(mapping, ["model_type"], f"contradicts architectures {mapping['architectures']!r}"))
     return named[0] if named else "LlamaForCausalLM"
+
+
+def _known(families: Mapping[str, Family]) -> dict[str, dict[str, str]]:
+    """Families' names by the values of config.json that name them, as they are written."""
+    return {
+        "architectures": {repr([name]): name for name in families},
+        "model_type": {repr(family.model_type): name for name, family in families.items()},
+    }
 
 
 def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:

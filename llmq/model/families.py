@@ -16,6 +16,7 @@ from llmq.blocks.attention import Attention, Heads, Rotary
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import Mlp, SwiGlu
 from llmq.blocks.qk_norm import NormedRotary
+from llmq.plugins import Table, table
 from llmq.row import Row, SublayerRows
 from llmq.tensor import DTYPES
 
@@ -306,11 +307,14 @@ class Qwen(Family):
 
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-FAMILIES = {
-    "LlamaForCausalLM": Family("llama", _ENDS),
-    "MistralForCausalLM": Mistral(
-        "mistral", {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8}
-    ),
-    "Qwen2ForCausalLM": Qwen("qwen2", _WINDOWS, facts={"qkv_bias": True}, takes=frozenset({"attention_bias"})),
-    "Qwen3ForCausalLM": Qwen("qwen3", {**_WINDOWS, "head_dim": 128}, facts={"qk_norm": True}),
-}
+FAMILIES: Table[Family] = table(
+    "family",
+    {
+        "LlamaForCausalLM": Family("llama", _ENDS),
+        "MistralForCausalLM": Mistral(
+            "mistral", {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+        ),
+        "Qwen2ForCausalLM": Qwen("qwen2", _WINDOWS, facts={"qkv_bias": True}, takes=frozenset({"attention_bias"})),
+        "Qwen3ForCausalLM": Qwen("qwen3", {**_WINDOWS, "head_dim": 128}, facts={"qk_norm": True}),
+    },
+)

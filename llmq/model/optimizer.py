@@ -32,7 +32,7 @@ class Hyperparameters:
 
 def resolve(options: OptimizerOptions) -> Hyperparameters:
     """The options as the engine's constants."""
-    rule = RULES[options.optimizer](options.model_dump())
+    rule = RULES.call(options.optimizer, options.model_dump())
     return Hyperparameters(rule, options.grad_clip, options.grad_clip > 0 and options.clip_by == "last")
 
 

@@ -74,6 +74,7 @@ class OpRecord:
     copies: bool = False  # makes each form of its output from the same form of its input
     gathers: bool = False  # a copy from many ranks: only of forms that are made of shards as they are of the whole
     is_collective: bool = False  # the backend gives it the world
+    is_python: bool = False  # may run any Python: no CUDA graph has it
     lane: str = "main"  # where calls run, but those that are given another one
     is_linear: bool = False  # multiplies with a weight, or makes a weight's gradient: what a site is made of
     takes_columns: bool = False  # operands and results may be columns of a wider matrix

@@ -3,9 +3,11 @@
 # No `from __future__ import annotations`: see llmq/options/maths.py.
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from llmq.options.field import Float, Int, NonNegative, Path, Positive, Section, Share, Text, flag, option
+from pydantic import AfterValidator
+
+from llmq.options.field import Float, Int, Named, NonNegative, Path, Positive, Section, Share, Text, flag, option
 
 OF_BUDGET = tuple(
     f"adalora_{key}" for key in ("target_rank", "warmup", "final", "interval", "beta1", "beta2", "orth_reg")
@@ -28,6 +30,11 @@ RIVALS = (  # a method, what cannot be given beside it, and the message
     ("prompt_tuning", ("prefix_tuning", *ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
     ("prefix_tuning", (*ADAPTERS, "ia3", "train_only", "train_also", *OF_LORA), OF_TOKENS),
     ("ia3", (*ADAPTERS, "train_only", *OF_LORA), "{own} trains gains, and {other} is of another method"),
+    (
+        "adapter_method",
+        ("prompt_tuning", "prefix_tuning", *ADAPTERS, "ia3", "train_only", *OF_LORA),
+        "{own} is a plug-in, whose options follow its name, and {other} is of another method: leave one of them out",
+    ),
 )
 RATE_OF_GAINS = 3e-3  # of IA3, as in its paper
 RATE = 2e-4  # of adapters, which take a larger one than the whole model
@@ -134,6 +141,9 @@ class AdapterOptions(Section):
     prefix_tuning: Positive | None = option(
         None, "Train keys and values of virtual tokens in every layer (prefix tuning, P-tuning v2)."
     )
+    adapter_method: Annotated[Text, AfterValidator(Named("method"))] | None = option(
+        None, "Plug-in that says what is trained beside a frozen model, or of it.", metavar="NAME"
+    )
     train_only: Text | None = option(
         None, "Train only parameters of these names or patterns, such as *.bias or layers.2[0-9].*.", shown="all"
     )
@@ -142,7 +152,7 @@ class AdapterOptions(Section):
         for own, others, words in RIVALS:
             if getattr(self, own) is not None and (given := self.given(others)):
                 yield words.format(own=self.written(own), other=flag(given[0]))
-        if not self.given(("prompt_tuning", "prefix_tuning", "ia3")):
+        if not self.given(("prompt_tuning", "prefix_tuning", "ia3", "adapter_method")):
             yield from self._of_low_rank()
 
     def _of_low_rank(self) -> Iterator[str]:

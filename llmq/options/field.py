@@ -11,9 +11,11 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from llmq.disk import size_bytes
 from llmq.errors import UsageError
+from llmq.plugins import split, table
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
 # Names of options that other trainers have. Those that take the same values are other names of ours, and stand there;
@@ -124,6 +126,28 @@ Texts = Annotated[tuple[Text, ...], one_or_more(str, os.PathLike), Field(min_len
 Paths = Annotated[tuple[Path, ...], one_or_more(str, os.PathLike), Field(min_length=1)]
 
 
+@dataclass(frozen=True)
+class Named:
+    """Checks the name of one of `ours` of a kind, or of a plug-in, which is imported, with its own options."""
+
+    kind: str
+    ours: tuple[str, ...] = ()
+
+    def __call__(self, value: Any) -> Any:
+        """The value: one text, or several."""
+        for text in (value,) if isinstance(value, str) else value or ():
+            name, own = split(text)
+            plugins = table(self.kind)
+            if name not in self.ours and not plugins.has(name):
+                known = (*self.ours, *(one for one in plugins.names() if one not in plugins.ours))
+                raise PydanticCustomError("literal_error", "unknown", {"value": name, "known": known})
+            if name in self.ours and own and self.kind != "callback":
+                raise UsageError(f"the options of {name} are flags of their own: give no others with the name")
+            if name not in self.ours:
+                plugins[name]
+        return value
+
+
 class Section(BaseModel):
     """Options that one module reads. Unknown keys are errors; validators are built at the first use, not at import."""
 
@@ -170,6 +194,7 @@ class Description:
     choices: tuple[str, ...]
     default: Any  # None if it depends on other options, or there is none
     shown: str  # the default in words; empty if there is nothing to say
+    plugin: Named | None = None  # what it names, if that may be a plug-in
 
 
 def flag(name: str) -> str:
@@ -192,7 +217,10 @@ def describe(section: str, cls: type[Section]) -> Iterator[Description]:
         annotation: Any = info.annotation
         while get_origin(annotation) not in (None, Literal, tuple):  # X of `X | None` and of Annotated[X, ...]
             annotation = get_args(annotation)[0]
-        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        typed = cls.__annotations__[field]  # X, or X | None, which has X among its arguments
+        checks = [one for kind in (typed, *get_args(typed)) for one in getattr(kind, "__metadata__", ())]
+        plugin = next((found for one in checks if isinstance(found := getattr(one, "func", None), Named)), None)
+        choices = plugin.ours if plugin else get_args(annotation) if get_origin(annotation) is Literal else ()
         default = None if info.is_required() or info.default_factory else info.default
         shown = default if default is not None else ""
         if isinstance(shown, bool):
@@ -200,7 +228,6 @@ def describe(section: str, cls: type[Section]) -> Iterator[Description]:
         elif isinstance(shown, float):
             shown = f"{shown:g}"
         kinds = {bool: "flag", tuple: "repeatable"}
-        typed = cls.__annotations__[field]  # X, or X | None, which has X among its arguments
         is_path = any(kind in (Path, Paths) for kind in (typed, *get_args(typed)))
         word = "PATH" if is_path else {int: "INT", float: "FLOAT"}.get(annotation, "TEXT")
         yield Description(
@@ -214,6 +241,7 @@ def describe(section: str, cls: type[Section]) -> Iterator[Description]:
             choices=choices,
             default=default,
             shown="needed" if info.is_required() else extra.get("shown", str(shown)),
+            plugin=plugin,
         )
 
 
@@ -338,9 +366,13 @@ def _message(d: Description, error: Any) -> str:
         or_not = ", or leave the option out" if kind.endswith("too_short") and d.shown != "needed" else ""
         return f"{start} {LIMITS[kind].format(**exact)}{or_not}"
     if kind == "literal_error":
-        close = get_close_matches(str(value).lower(), d.choices, n=1)
-        choices = ", ".join(d.choices) or str(context["expected"]).replace("'", "")  # of a list those of its items
-        return f"{start} is not one of {choices}" + (f": did you mean {close[0]}?" if close else "")
+        known = context.get("known") or d.choices
+        close = get_close_matches(str(context.get("value", value)).lower(), known, n=1)
+        if d.plugin and not known:
+            return f"{start}: no plug-in is installed or registered that could have this name"
+        choices = ", ".join(known) or str(context["expected"]).replace("'", "")  # of a list those of its items
+        said = ", and no plug-in has this name" if d.plugin else ""
+        return f"{start} is not one of {choices}{said}" + (f": did you mean {close[0]}?" if close else "")
     word = next((word for prefix, word in WORDS.items() if kind.startswith(prefix)), "")
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from llmq.options.field import (
     LARGEST_STEP,
@@ -15,6 +15,7 @@ from llmq.options.field import (
     Count,
     Float,
     Int,
+    Named,
     NonNegative,
     Positive,
     Section,
@@ -23,6 +24,7 @@ from llmq.options.field import (
     option,
     with_commas,
 )
+from llmq.plugins import table
 
 Narrow = Annotated[Literal["bf16", "fp32"], Computed]
 Moment = Annotated[Literal["fp32", "bf16", "e4m3", "int8"], Computed]
@@ -287,9 +289,22 @@ def _with(optimizer: str, value: float) -> Any:
     return lambda data: value if data.get("optimizer") == optimizer else None
 
 
+def _held(value: Any) -> Any:
+    """The name of a loss; a function of the caller's is registered under its own."""
+    if isinstance(value, str) and value.endswith("()") and not table("loss").has(value):
+        raise ValueError("this was a function of a Python program: give the same in loss=")
+    if isinstance(value, str) or not callable(value):
+        return value
+    name = f"{getattr(value, '__qualname__', type(value).__qualname__)}()"
+    table("loss").register(name, value)
+    return name
+
+
 class OptimizerOptions(Section):
     title = "Optimizer"
-    optimizer: Literal["adamw", "sgd"] = option("adamw", "Rule of updates: AdamW, or SGD as in PyTorch.")
+    optimizer: Annotated[Text, AfterValidator(Named("optimizer", tuple(OF_RULE)))] = option(
+        "adamw", "Rule of updates: AdamW, SGD as in PyTorch, or a plug-in.", metavar="adamw|sgd|NAME"
+    )
     beta_1: Share | None = option(
         _with("adamw", 0.9), "AdamW: decay rate of the first moment.", "adam_beta1", shown="0.9"
     )
@@ -322,6 +337,13 @@ class OptimizerOptions(Section):
                 yield f"{self.written(key)} is for --optimizer {rule}, but it is {self.optimizer}: leave it out"
         if self.nesterov and self.momentum == 0:
             yield "--nesterov looks ahead along the momentum, which is 0: add --momentum 0.9, or leave it out"
+
+
+class LossOptions(Section):
+    title = "Loss"
+    loss: Annotated[Text, BeforeValidator(_held), AfterValidator(Named("loss", ("cross_entropy",)))] = option(
+        "cross_entropy", "Loss of each token: cross-entropy, or a plug-in.", metavar="cross_entropy|NAME"
+    )
 
 
 class RegularizationOptions(Section):

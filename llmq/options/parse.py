@@ -35,6 +35,7 @@ from llmq.options.field import (
     written,
 )
 from llmq.options.maths import (
+    LossOptions,
     MemoryOptions,
     OptimizerOptions,
     PrecisionOptions,
@@ -52,6 +53,7 @@ from llmq.options.run import (
     StoppingOptions,
     SystemOptions,
 )
+from llmq.plugins import split
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
 ALTERNATIVES = (
@@ -60,7 +62,7 @@ ALTERNATIVES = (
     ("bf16_layers", "fp8_layers"),
     ("warmup", "warmup_ratio"),
     ("min_lr", "final_lr_fraction"),
-    ("lora_rank", "adapter", "ia3", *VIRTUAL),
+    ("lora_rank", "adapter", "ia3", "adapter_method", *VIRTUAL),
 )
 UNSETS = {  # what an option of the command line takes back where a file has it: its alternatives, and what they need
     **{one: tuple(other for other in group if other != one) for group in ALTERNATIVES for one in group},
@@ -102,6 +104,7 @@ class Options:
     sharding: ShardingOptions
     schedule: ScheduleOptions
     optimizer: OptimizerOptions
+    loss: LossOptions
     regularization: RegularizationOptions
     log: LogOptions
     stopping: StoppingOptions
@@ -219,6 +222,15 @@ def _with_name(sections: Mapping[str, Any]) -> dict[str, Any]:
         if os.path.abspath(path) == os.path.abspath(same):
             raise UsageError(f"{one} and {other} are both {path}: name two places")
     return found
+
+
+def plugins_of(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Key, kind and name for each option, of a result of `to_flat`, that names a plug-in."""
+    for d in descriptions().values():
+        value = values.get(d.key) if d.plugin else None
+        for text in (value,) if isinstance(value, str) else value or ():
+            if d.plugin and (name := split(text)[0]) not in d.plugin.ours:
+                yield d.key, d.plugin.kind, name
 
 
 def minimal(options: Options) -> dict[str, Any]:

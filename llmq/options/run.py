@@ -6,17 +6,19 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from llmq.options.field import (
     Count,
     Int,
+    Named,
     NonNegative,
     Path,
     Positive,
     Section,
     Size,
     Text,
+    Texts,
     dtype_name,
     is_file_name,
     option,
@@ -78,7 +80,10 @@ class LogOptions(Section):
 
 
 class StoppingOptions(Section):
-    title = "Early stopping"
+    title = "Callbacks and early stopping"
+    callback: Annotated[Texts, AfterValidator(Named("callback", ("early_stopping",)))] | None = option(
+        None, "Plug-in to call at the moments of the run; may be repeated.", metavar="NAME", kind="repeatable"
+    )
     early_stopping_patience: Positive | None = option(
         None, "Stop when the metric has not improved in N evaluations in a row.", "patience", shown="off"
     )
@@ -136,7 +141,9 @@ class ExportOptions(Section):
 
 class SystemOptions(Section):
     title = "System"
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "Device; auto uses a GPU if it can, else the CPU.")
+    device: Annotated[Text, AfterValidator(Named("backend", ("auto", "cuda", "cpu")))] = option(
+        "auto", "Device; auto uses a GPU if it can, else the CPU; or the backend of a plug-in.", metavar="auto|cuda|cpu"
+    )
     gpus: Int = option(1, "Number of GPUs of this machine, with a process for each; 0 takes all that CUDA sees.", ge=0)
     gpu: Text | None = option(
         None, "GPU to plan for with --dry-run, present or not, such as H200 or 'RTX 4090'; or its size, such as 24GiB."

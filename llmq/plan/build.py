@@ -10,7 +10,7 @@ from llmq.adapters.method import SiteFacts
 from llmq.blocks.attention import Attention, DenseCore, Heads, Rotary
 from llmq.blocks.cached import CachedCore, Penalized, PromptCore, Sampler, Sampling, Scored, TokenHead
 from llmq.blocks.embed import Embed, NoisyEmbed
-from llmq.blocks.head import CrossEntropy, Head, LogitsReader
+from llmq.blocks.head import Head, LogitsReader
 from llmq.blocks.mlp import Mlp, Tiled
 from llmq.blocks.packed import PackedCore
 from llmq.errors import UsageError
@@ -70,7 +70,7 @@ def build_model(spec: Spec) -> Model:
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), memory.seq_tiles)
-    loss = CrossEntropy(config.vocab_size, spec.regularization.z_loss)
+    loss = spec.loss.reader(config.vocab_size, spec.regularization.z_loss)
     sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
     return Model(_embed(spec), layers, Head(*sizes, site_of(spec, HEAD), config.family.reader(config, loss)))
 

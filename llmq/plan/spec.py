@@ -12,6 +12,7 @@ from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.speed_of_light import seconds_per_token
+from llmq.plan.loss import CROSS_ENTROPY, Loss
 from llmq.plan.memory import Memory
 from llmq.plan.precision import Precision
 from llmq.stores.sharding import ALONE, Sharding
@@ -68,6 +69,7 @@ class Spec:
     completions: Completions | None = None
     adapters: Method = NO_ADAPTERS
     regularization: Regularization = UNREGULARIZED
+    loss: Loss = CROSS_ENTROPY
 
     @property
     def freezes(self) -> bool:

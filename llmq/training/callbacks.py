@@ -7,7 +7,7 @@ evaluation with the run and the record. Callbacks run on the first rank; what th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.model.parameters import parameter_rows
+from llmq.plugins import Table, table
 from llmq.training.hooks import Ask, Hook, RunView
 from llmq.training.records import OWN_METRICS, EvalRecord, History, TrainRecord, TrainResult
 from llmq.training.requests import ask, batches_of, end, prompts_of, serve
@@ -119,8 +120,16 @@ class EarlyStopping(Callback):
         self.best, self.waited = state.get("best", math.nan), state.get("waited", 0)
 
 
+CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping})
+
+
+def asked(options: StoppingOptions) -> list[Callback | RunFunction]:
+    """The callbacks that the options ask for. PluginError."""
+    return [*(CALLBACKS.call(text) for text in options.callback or ()), *early_stopping(options)]
+
+
 def early_stopping(options: StoppingOptions) -> list[EarlyStopping]:
-    """The callback that the options ask for, if they do."""
+    """The callback that --early-stopping-patience asks for, if it does."""
     about = (options.early_stopping_metric, options.early_stopping_min_delta)
     return [] if options.early_stopping_patience is None else [EarlyStopping(options.early_stopping_patience, *about)]
 

@@ -21,7 +21,7 @@ from llmq.hardware import device
 from llmq.model.config import ModelConfig
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
-from llmq.plan import levels, memory, precision
+from llmq.plan import levels, loss, memory, precision
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.precision import Precision
 from llmq.plan.remedies import with_fitting_chunks
@@ -54,6 +54,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     log.check()
     questions = read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
     start = _start(options, log, ranks)
+    loss.resolve(options.loss).check(start.source.config.vocab_size)
     dtypes, _ = _resolve_precision(start, options, start.source.config)
     trains = _open_data(start, dtypes)
     samples = open_samples(questions, log, start.source, trains)
@@ -64,9 +65,9 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
-    kind, settings = "planned" if where.planned else where.kind, device.backend_settings(options.system, where)
+    settings = device.backend_settings(options.system, where)
     algorithms = start.earlier.state.get("algorithms") or None  # of matrix products
-    backend = open_backend(kind, world=ranks.world, algorithms=algorithms, **settings)
+    backend = open_backend(where.backend, world=ranks.world, algorithms=algorithms, **settings)
     fit = _fit(start, facts, trains.data, backend)
     trains = replace(trains, data=fit.resized(trains.data))
     plan, replan, matmuls = _plans(start, fit, facts, trains.data, backend)

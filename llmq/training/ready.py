@@ -29,7 +29,7 @@ from llmq.model import optimizer
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import padded_vocab
 from llmq.options.parse import Options
-from llmq.plan import levels, memory, precision
+from llmq.plan import levels, loss, memory, precision
 from llmq.plan.plan import Plan
 from llmq.plan.precision import Precision, Watching
 from llmq.plan.spec import Completions, Spec, regularization
@@ -156,6 +156,7 @@ class Facts:
             self.completions,
             adapters.resolve(options.adapters, self.config, self.steps),
             regularization(options.regularization),
+            loss.resolve(options.loss),
         )
 
     def limits(self, options: Options, backend: Backend, micro_steps: int) -> Limits:

@@ -23,7 +23,8 @@ from llmq.files.manifest import Reader
 from llmq.files.tensor_files import ByteCount
 from llmq.files.writers import Keep, Saver, Snapshot
 from llmq.hardware import device
-from llmq.options.parse import changed
+from llmq.options.field import flag
+from llmq.options.parse import changed, plugins_of
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.screen import counted
@@ -32,6 +33,7 @@ from llmq.training.interrupt import Interrupt
 from llmq.training.progress import Progress
 from llmq.training.ready import Ready, checkpoint_bytes_of, checkpoint_slices
 
+CHANGING = ("optimizer", "method", "loss")  # plug-ins that make a run another one
 HOST_RESERVE = 0.05  # of the host's memory stays free when checkpoints are copied into it
 
 
@@ -143,6 +145,7 @@ def must_match(run: Ready, plan: Plan) -> dict[str, Any]:
         **spec.adapters.must_match(),
         **spec.hyper.rule.identity(),
         **spec.precision.identity(),
+        **{flag(key): name for key, kind, name in plugins_of(run.options) if kind in CHANGING},
     }
 
 

@@ -17,7 +17,8 @@ from llmq.files.checkpoint import Checkpoints
 from llmq.files.huggingface import finish_model
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.options.parse import Options
-from llmq.training.callbacks import Callback, Callbacks, RunFunction, early_stopping
+from llmq.plugins import naming_plugins
+from llmq.training.callbacks import Callback, Callbacks, RunFunction, asked
 from llmq.training.hooks import REASONS, Hook
 from llmq.training.interrupt import Interrupt
 from llmq.training.log import RunLog
@@ -51,7 +52,8 @@ def run(
         log = stack.enter_context(RunLog(options.log, console, is_silent=not ranks.is_first, again=ranks.again))
         ranks.on_lost = lambda lost: log.end("failed", error=lost)
         stack.enter_context(_hold(options, log, ranks))
-        called = [*callbacks, *early_stopping(options.stopping)]
+        stack.enter_context(naming_plugins())
+        called = [*callbacks, *asked(options.stopping)] if ranks.is_first else []
         ready = ranks.in_turn(lambda: prepare(options, log, ranks), partial(_choices, has_callbacks=bool(called)))
         if ready.is_dry:
             return TrainResult(plan=ready.plan)
@@ -60,7 +62,8 @@ def run(
         interrupt, saver = Interrupt(), saver_of(ready)
         with interrupt if handle_signals else nullcontext(), saver:
             try:
-                result = Loop(ready, interrupt, saver, [*calls, *hooks], began).run()
+                with naming_plugins():
+                    result = Loop(ready, interrupt, saver, [*calls, *hooks], began).run()
             except Exception as error:
                 with suppress(StorageError):  # a log that cannot be written must not hide what ended the run
                     log.end("failed", error=str(error) or type(error).__name__)

@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from llmq.backends import Launch, in_turn, parts
 from llmq.backends.host import HostMemory
 from llmq.hardware.host_memory import peak_resident_bytes
 from llmq.tensor import DTYPES, Form, Ref
@@ -56,3 +57,24 @@ def test_the_peak_of_a_process_is_its_own(tmp_path):
     child = int(subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout)
     assert 0 < child < size < peak_resident_bytes() and held.all()
     assert peak_resident_bytes(tmp_path) >= peak_resident_bytes() // 2
+
+
+def test_what_runs_python_parts_a_program():
+    """A part waits for what is its own: all lanes meet at its beginning."""
+
+    def run(of):
+        return lambda: done.append(of)
+
+    done: list[int] = []
+    launches = [
+        Launch(run(0)),
+        Launch(run(1), "to_host", (0,)),
+        Launch(run(2), is_python=True),
+        Launch(run(3), waits=(1,)),
+    ]
+    launches.append(Launch(run(4), "comm", (1, 3)))
+    found = list(parts(launches))
+    assert [[each.is_python for each in part] for part in found] == [[False] * 2, [True], [False] * 2]
+    assert [[each.waits for each in part] for part in found] == [[(), (0,)], [()], [(), (0,)]]
+    in_turn([run for part in found for run in (each.run for each in part)])()
+    assert done == [0, 1, 2, 3, 4] and list(parts([])) == [[]]

@@ -262,6 +262,17 @@ def cross_entropy(d: Draw, s: Sizes) -> Made:
     return {"outputs": {"d_logits": (m, s.vp), "loss": (m,)}, "inputs": inputs, "numbers": numbers, "stat": "loss"}
 
 
+def own_loss(d: Draw, s: Sizes) -> Made:
+    made = cross_entropy(d, s)
+    return {**made, "numbers": {"function": squares, "vocab_size": s.v}, "stat": "logits d_logits loss"}
+
+
+def squares(xp: Any, logits: Any, targets: Any) -> tuple[Any, Any]:
+    """A loss of one's own: half the squares of trained tokens' logits."""
+    d_logits = xp.where((targets >= 0)[:, None], logits, 0)
+    return (d_logits * d_logits).sum(axis=1) / 2, d_logits
+
+
 def loss_sum(d: Draw, s: Sizes) -> Made:
     targets = d.targets("bt", np.s_[0, 0])
     inputs = {"loss": np.where(targets == -100, 0, d.uniform(0, 9, "bt")), "targets": targets}

@@ -118,8 +118,8 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
         assert np.all(worst <= 0), f"{name}: {np.nanmax(worst)} beyond the bound, of {np.abs(e).max()}"
 
 
-# quantize and nest write no value; gradients of adapters are made of bf16 alone: tests of their own
-OTHERS = [op for op in cuda.OPS if op not in ("quantize", "nest") and "low_rank" not in op]
+# quantize and nest write no value, gradients of adapters are of bf16 alone, CuPy is not emulated: tests of their own
+OTHERS = [op for op in cuda.OPS if op not in ("quantize", "nest", "own_loss") and "low_rank" not in op]
 
 
 @pytest.mark.gpu(emulated="bf16-odd")
@@ -128,6 +128,12 @@ OTHERS = [op for op in cuda.OPS if op not in ("quantize", "nest") and "low_rank"
 @pytest.mark.parametrize("op", OTHERS)
 def test_an_op_equals_the_reference(op, dtype, size):
     check(make(op, SIZES[size]), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_a_loss_of_ones_own_equals_the_reference(size):
+    check(make("own_loss", SIZES[size]), "fp32")
 
 
 DTYPES_HERE, HEADS = ("bf16", "fp32"), ("rope_forward", "rope_backward", "qk_norm_forward", "qk_norm_backward")

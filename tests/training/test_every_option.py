@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tiny_runs import write_weights
 from tokenizers import decoders
 
 import llmq
+from llmq.adapters.method import NoAdapters
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import LlmqError
 from llmq.model.config import to_hf
@@ -86,14 +88,31 @@ VALUES = {  # unlike the default, and what the runs above have
     "debug_memory": "runs/tensors.txt", "device": "cuda", "export_dtype": "fp16", "matmul_dtype": ["bf16", "e4m3"],
     "head_dtype": "e4m3", "reduce_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": ["bf16", "none"],
     "early_stopping_patience": 1, "early_stopping_metric": "loss", "early_stopping_min_delta": 0.1,
+    "callback": "early_stopping:patience=1", "loss": "squares", "adapter_method": "slower",
     "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa"],
 }
 # fmt: on
 # What matters once something happens: an earlier run, numbers that are not finite, copies that lose much, bad or long
 # rows.
 STOPPING = ("early_stopping_patience", "early_stopping_metric", "early_stopping_min_delta")
-EVENTS = {"overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING}
+EVENTS = {"callback", "overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING}
 VARIES = {"time", "time_ms", "wait_ms", "sol", "memory_mib", "tps", "started", "system", "options", "algorithms"}
+
+
+@dataclass(frozen=True)
+class Slower(NoAdapters):
+    """A plug-in: all rows learn at half the rate."""
+
+    @classmethod
+    def of_options(cls, options, config, steps):
+        return cls()
+
+    def rows(self, rows, config):
+        return tuple(replace(row, rate=0.5) for row in rows)
+
+
+llmq.register("method", "slower", Slower)
+llmq.register("loss", "squares", lambda xp, logits, targets: ((logits * logits).sum(axis=1) / 2, logits))
 
 
 @pytest.fixture(scope="module")

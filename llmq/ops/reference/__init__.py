@@ -8,11 +8,15 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from llmq.ops.seam import OpRecord
+from llmq.plugins import Table, table
 
 _MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-OPS: dict[str, Callable[..., None]] = {
-    name: value
-    for module in _MODULES
-    for name, value in vars(module).items()
-    if isinstance(getattr(value, "record", None), OpRecord)
-}
+OPS: Table[Callable[..., None]] = table(
+    "op",
+    {
+        name: value
+        for module in _MODULES
+        for name, value in vars(module).items()
+        if isinstance(getattr(value, "record", None), OpRecord)
+    },
+)
