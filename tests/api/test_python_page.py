@@ -23,6 +23,7 @@ def test_the_examples_run(tmp_path, monkeypatch):
     with tables_kept(), redirect_stdout(io.StringIO()) as out:
         for block in blocks:
             exec(block.replace("Qwen/Qwen2.5-0.5B", "model"), names)
-    assert len(blocks) == 6 and names["result"].steps == 20 and names["run"].model_path.is_dir()
+    assert len(blocks) == 7 and names["result"].steps == 20 and names["run"].model_path.is_dir()
     assert "tokens_seen" in names["result"].history and "(2, 4, 420)" in out.getvalue()
+    assert names["loss"].shape == (2, 16) and names["copy"].columns.shape == (64, 100)
     assert (tmp_path / "runs" / "watched" / "checkpoints").is_dir()

@@ -231,6 +231,15 @@ def rope(d: Draw, s: Sizes, written: str, read: str) -> Made:
     return {"outputs": {written: "btq"}, "inputs": inputs, "numbers": s.heads, "stat": "table"}
 
 
+def rope_heads(d: Draw, s: Sizes, written: tuple[str, str], read: tuple[str, str]) -> Made:
+    """Heads apart, and one table of angles for all rows."""
+    shapes = [(s.b, s.t, heads, s.hd) for heads in (s.hq, s.hkv)]
+    table = rope_table(RopeConfig(), s.hd, s.t, np.float64)[None]
+    angles = {name: np.tile(half, 2) for name, half in zip(("cos", "sin"), np.split(table, 2, axis=-1), strict=True)}
+    inputs = dict(zip(read, map(d.normal, shapes), strict=True)) | angles
+    return {"outputs": dict(zip(written, shapes, strict=True)), "inputs": inputs}
+
+
 def attention_forward(d: Draw, s: Sizes) -> Made:
     numbers = {**s.heads, "window": s.t // 4, "longest": 2 * s.t // 3, "softmax_scale": s.hd**-0.5}
     outputs = {"att": (s.b, s.t, s.hq * s.hd), "lse": (s.b, s.t, s.hq)}
@@ -426,6 +435,12 @@ CASES: dict[str, Maker] = {
     "rmsnorm_forward": plain({"x": "btc", "rstd": "bt"}, {"res": "btc", "weight": "c"}, "rstd", eps=1e-5),
     "rope_forward": lambda d, s: rope(d, s, "out", "qkv"),
     "rope_backward": lambda d, s: rope(d, s, "d_qkv", "d_out"),
+    "rope_heads_forward": lambda d, s: rope_heads(d, s, ("out_q", "out_k"), ("q", "k")),
+    "rope_heads_backward": lambda d, s: rope_heads(d, s, ("d_q", "d_k"), ("d_out_q", "d_out_k")),
+    "swiglu_apart_forward": plain({"act": "btf"}, dict.fromkeys(("gate", "up"), "btf")),
+    "swiglu_apart_backward": plain(
+        dict.fromkeys(("d_gate", "d_up"), "btf"), dict.fromkeys(("d_act", "gate", "up"), "btf")
+    ),
     "swiglu_forward": plain({"act": "btf"}, {"gate_up": lambda d, s: d.normal(wide(s))}),
     "swiglu_backward": plain({"d_gate_up": wide}, {"d_act": "btf", "gate_up": lambda d, s: d.normal(wide(s))}),
     "linear_forward": plain({"y": "btf"}, {"x": "btc", "weight": "fc", "bias": "f", "residual": "btf"}),

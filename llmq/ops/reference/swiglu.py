@@ -10,11 +10,7 @@ from llmq.ops.temporaries import elementwise
 @op(family="swiglu", forms={"act"}, temporaries=elementwise("act", 2, "gate_up"))
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
     """act (B,T,F) <- gate_up (B,T,2F)."""
-    gate, up = halves(gate_up.read())
-    value = _sigmoid(gate)
-    value *= gate
-    value *= up
-    act.write(value)
+    act.write(_silu_product(*halves(gate_up.read())))
 
 
 @op(family="swiglu", forms={"d_gate_up"}, temporaries=elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5))
@@ -24,9 +20,37 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
     d_up = d_act * silu(gate); d_gate = d_act * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate))).
     """
     x, d = gate_up.read(), d_act.read()
-    gate, up = halves(x)
     d_x = np.empty_like(x)
-    d_gate, d_up = halves(d_x)
+    _gradients(*halves(d_x), d, *halves(x))
+    d_gate_up.write(d_x)
+
+
+@op(family="swiglu", temporaries=elementwise("act", 2, "gate", "up"))
+def swiglu_apart_forward(act: Output, /, gate: Tensor, up: Tensor) -> None:
+    """act (...,F) <- gate, up like act: `swiglu_forward` of two tensors."""
+    act.write(_silu_product(gate.read(), up.read()))
+
+
+@op(family="swiglu", temporaries=elementwise("d_up", 3, "gate", "up", "d_act", held=1))
+def swiglu_apart_backward(d_gate: Output, d_up: Output, /, d_act: Tensor, gate: Tensor, up: Tensor) -> None:
+    """d_gate, d_up (...,F) <- d_act, gate, up like d_gate; they may be the memory of gate and up."""
+    g, u, d = gate.read(), up.read(), d_act.read()
+    d_g, d_u = np.empty_like(g), np.empty_like(g)
+    _gradients(d_g, d_u, d, g, u)
+    d_gate.write(d_g)
+    d_up.write(d_u)
+
+
+def _silu_product(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """silu(gate) * up in new memory."""
+    value = _sigmoid(gate)
+    value *= gate
+    value *= up
+    return value
+
+
+def _gradients(d_gate: np.ndarray, d_up: np.ndarray, d: np.ndarray, gate: np.ndarray, up: np.ndarray) -> None:
+    """d_gate, d_up <- d, the gradient of silu(gate) * up."""
     s = _sigmoid(gate)
     np.multiply(s, gate, out=d_up)
     np.subtract(1, s, out=d_gate)
@@ -35,7 +59,6 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> Non
     d_gate *= up
     d_gate *= d
     d_up *= d
-    d_gate_up.write(d_x)
 
 
 def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

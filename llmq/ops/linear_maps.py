@@ -1,0 +1,189 @@
+"""Linear maps on arrays, of values or of copies in fp8, and the head with its loss in chunks of tokens: routines of
+several ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from llmq.errors import UsageError
+from llmq.operands import Output, Tensor
+from llmq.ops.routines import Given, Numbers, Operands, Routine, Written
+from llmq.sites.fp8 import RECIPES
+from llmq.tensor import COLSUM, DTYPES, IGNORED, LARGEST, Form, scale_shape, stored_shape
+
+UNWANTED = Output("unwanted", (), "fp32", ())
+WIDTH = 64  # logits lie in rows of a multiple of this, which products read 16 bytes at a time
+SCALED = ("current", "rowwise", "blockwise")  # recipes that need no scales of earlier steps
+LOGITS_BYTES = 1 << 28  # of a chunk at most, where the caller does not say how many tokens it has
+CHUNK_STEP = 128  # tokens
+
+
+def _read_by(role: str, layout: str, scaling: str) -> Form:
+    """The copy of an operand (x, d_y or weight) that a product reads, by a recipe of fp8."""
+    recipe = RECIPES[scaling]
+    by = recipe.weight if role == "weight" else recipe.rows if layout == "row" else recipe.columns
+    return Form("e4m3", layout, by)
+
+
+def _write(operands: Operands, copies: Sequence[Tensor], x: Tensor) -> None:
+    """Copies, in one fp8 format, <- x; those without scales of their own share one."""
+    forms = {copy: copy.form for copy in copies if copy.form is not None}
+    own = tuple(copy for copy, form in forms.items() if form.owns_scales)
+    others = tuple(copy for copy, form in forms.items() if not form.owns_scales)
+    cell = _scale(others[0]) if others else UNWANTED
+    limit = LARGEST[next(iter(forms.values())).dtype]
+    if own:
+        operands.ops["quantize"](Output("copies", x.shape, operands.dtype, own), cell, x, limit=limit)
+    else:
+        operands.ops["amax_scale"](cell, x, limit=limit)
+    if others:
+        operands.ops["cast"](Output("copies", x.shape, operands.dtype, others), x)
+
+
+def _scale(copy: Tensor) -> Output:
+    """The one scale of a copy."""
+    assert copy.scale is not None
+    return Output("scale", (1,), "fp32", (Tensor("scale", copy.scale, (1,)),))
+
+
+def _read(operands: Operands, name: str, *layouts: str) -> list[Tensor]:
+    """What products read of an operand: its values, or a copy in each of these layouts."""
+    given = operands.given(name)
+    if not operands.numbers["in_fp8"]:
+        return [given] * len(layouts)
+    if given.form is not None:
+        found = {x.form.layout: x for x in (given, operands.inputs.get(f"{name}_columns")) if x is not None and x.form}
+        return [found[layout] for layout in layouts]
+    made = [
+        operands.make(given.shape, operands.dtype, _read_by(name, layout, operands.numbers["scaling"]))
+        for layout in layouts
+    ]
+    made = [
+        copy if copy.form is None or copy.form.owns_scales else replace(copy, scale=made[-1].scale) for copy in made
+    ]
+    _write(operands, made, given)
+    return made
+
+
+def _linear(operands: Operands) -> None:
+    (x,), (weight,) = _read(operands, "x", "row"), _read(operands, "weight", "row")
+    operands.ops["linear_forward"](
+        operands.outputs["y"], x, weight, operands.inputs["bias"], operands.inputs["residual"]
+    )
+
+
+def _linear_backward(operands: Operands) -> None:
+    d_x, d_weight, d_bias = operands.outputs.values()
+    layouts = [layout for layout, wanted in (("row", d_x.wanted), ("col", d_weight.wanted)) if wanted]
+    d_y = dict(zip(layouts, _read(operands, "d_y", *layouts), strict=True)) if layouts else {}
+    if d_x.wanted:
+        (weight,) = _read(operands, "weight", "col")
+        operands.ops["linear_dgrad"](d_x, d_y["row"], weight, None)
+    if d_weight.wanted:
+        (x,) = _read(operands, "x", "col")
+        operands.ops["linear_wgrad"](d_weight, d_y["col"], x)
+    if d_bias.wanted:
+        values = operands.given("d_y")
+        sums = operands.make(
+            values.shape, operands.dtype, replace(COLSUM, dtype="fp64") if operands.dtype == "fp64" else COLSUM
+        )
+        operands.ops["cast"](Output("d_y", values.shape, operands.dtype, (sums,)), values)
+        operands.ops["bias_backward"](d_bias, sums)
+
+
+def _head(operands: Operands) -> None:
+    """Logits of some tokens at a time, their losses, and what they add to the gradients."""
+    loss, d_x, d_weight = operands.outputs.values()
+    x, weight, targets = (operands.given(name) for name in ("x", "weight", "targets"))
+    count, vocab = math.prod(x.shape[:-1]), weight.shape[0]
+    chunk = operands.numbers["chunk"] or _most_tokens(vocab * DTYPES[operands.dtype].itemsize)
+    num_tokens = operands.numbers["vocab_size"] or vocab
+    _check_targets(targets, num_tokens)
+    wide = operands.make((min(chunk, count), -(-vocab // WIDTH) * WIDTH), operands.dtype)
+    numbers = {"vocab_size": num_tokens, "z_loss": operands.numbers["z_loss"]}
+    for start in range(0, count, chunk):
+        size = min(chunk, count - start)
+        logits, rows = wide.chunk(0, size), x.chunk(start, size)
+        narrow = replace(logits, array=logits.array[:, :vocab], shape=(size, vocab))
+        result = Output("logits", narrow.shape, operands.dtype, (narrow,))
+        operands.ops["linear_forward"](result, rows, weight, None, None)
+        is_trained = d_x.wanted or d_weight.wanted
+        d_logits = Output("d_logits", logits.shape, operands.dtype, (logits,) if is_trained else ())
+        ids = replace(targets, array=targets.array.reshape(-1)[start : start + size], shape=(size,))
+        (to,) = loss.tensors
+        losses = replace(to, array=to.array.reshape(-1)[start : start + size], shape=(size,))
+        operands.ops["cross_entropy"](d_logits, replace(loss, shape=(size,), tensors=(losses,)), logits, ids, **numbers)
+        if d_x.wanted:
+            operands.ops["linear_dgrad"](d_x.chunk(start, size), narrow, weight, None)
+        if d_weight.wanted:
+            operands.ops["linear_wgrad"](replace(d_weight, accumulate=start > 0), narrow, rows)
+
+
+def _most_tokens(row_bytes: int) -> int:
+    """Tokens whose logits fit LOGITS_BYTES."""
+    return max(CHUNK_STEP, LOGITS_BYTES // row_bytes // CHUNK_STEP * CHUNK_STEP)
+
+
+def _check_targets(targets: Tensor, vocab_size: int) -> None:
+    """UsageError for ids outside the vocabulary; on a GPU, to look would be to wait."""
+    if isinstance(targets.array, np.ndarray):
+        is_wrong = (targets.array != IGNORED) & ((targets.array < 0) | (targets.array >= vocab_size))
+        if is_wrong.any():
+            what = f"{targets.array[is_wrong][0]}, outside the vocabulary of {vocab_size}"
+            raise UsageError(f"linear_cross_entropy: targets have {what}: use {IGNORED} for what is not trained")
+
+
+def _quantize(operands: Operands) -> None:
+    x, arrays = (
+        operands.given("x"),
+        {name: out.tensors[0].array for name, out in operands.outputs.items() if out.wanted},
+    )
+    form = Form(operands.numbers["format"], "row", operands.numbers["scaling"])
+    copies = []
+    for layout, name in (("row", "rows"), ("col", "columns")):
+        if name in arrays:
+            scale = arrays.get(f"{name}_scale", arrays.get("rows_scale"))
+            copies.append(Tensor(name, arrays[name], x.shape, replace(form, layout=layout), scale))
+    _write(operands, copies, x)
+
+
+class _Quantize(Routine):
+    """Its results have the shapes of copies and scales."""
+
+    def results(self, inputs: Mapping[str, Given], numbers: Numbers) -> dict[str, Written]:
+        """The bytes and the scales of both layouts."""
+        super().results(inputs, numbers)
+        found, shape = {}, inputs["x"].shape
+        for layout, name in (("row", "rows"), ("col", "columns")):
+            form = Form(numbers["format"], layout, numbers["scaling"])
+            found[name] = Written(stored_shape(shape, form), (form.dtype, "uint8"))
+            found[f"{name}_scale"] = Written(scale_shape(shape, form), ("fp32",))
+        return found
+
+
+LINEAR = Routine("linear", {"y": "...N"}, {"x": "...K", "weight": "NK", "bias": "N", "residual": "...N"}, _linear)
+LINEAR_BACKWARD = Routine(
+    "linear_backward",
+    {"d_x": "...K", "d_weight": "NK grad", "d_bias": "N grad"},
+    {"d_y": "...N", "d_y_columns": "...N", "x": "...K", "weight": "NK"},
+    _linear_backward,
+)
+HEAD = Routine(
+    "linear_cross_entropy",
+    {"loss": "... stat", "d_x": "...C", "d_weight": "VC grad"},
+    {"x": "...C", "weight": "VC", "targets": "... int"},
+    _head,
+)
+QUANTIZE = _Quantize(
+    "quantize", dict.fromkeys(("rows", "rows_scale", "columns", "columns_scale"), ""), {"x": "...K"}, _quantize
+)
+DEQUANTIZE = Routine(
+    "dequantize",
+    {"x": "...K"},
+    {"copy": "...K"},
+    lambda operands: operands.ops["cast"](operands.outputs["x"], operands.given("copy")),
+)
