@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -249,6 +251,39 @@ def stream_index() -> int:
     return _streams.setdefault(int(cupy.cuda.get_current_stream().ptr), len(_streams) % STREAMS)
 
 
+class KernelLaunch(NamedTuple):
+    """A kernel as CuPy has it, ready to be put on a stream. Of `arguments` those of type int are addresses."""
+
+    function: Any
+    grid: tuple[int, ...]
+    threads: int
+    arguments: tuple[Any, ...]
+    shared_bytes: int
+    early: bool
+
+
+def put(one: KernelLaunch) -> None:
+    """Puts a kernel on CuPy's current stream."""
+    if one.early:
+        launch_early(one.function, one.grid, one.threads, one.arguments, one.shared_bytes)
+    else:
+        one.function(one.grid, (one.threads,), one.arguments, shared_mem=one.shared_bytes)
+
+
+_put: ContextVar[Callable[[KernelLaunch], None]] = ContextVar("_put", default=put)
+
+
+@contextmanager
+def noted() -> Iterator[list[KernelLaunch]]:
+    """What launchers would put on the stream in this thread meanwhile, so that it can be repeated on other memory."""
+    found: list[KernelLaunch] = []
+    token = _put.set(found.append)
+    try:
+        yield found
+    finally:
+        _put.reset(token)
+
+
 def _argument(given: Any) -> Any:
     if isinstance(given, Output):
         return plain(given)
@@ -280,10 +315,7 @@ def launch(
     function = kernel(name, entry, constants)
     if shared_bytes + STATIC_BYTES > DEFAULT_SHARED_BYTES:
         function.max_dynamic_shared_size_bytes = shared_bytes
-    if early and capability() >= 90:
-        launch_early(function, grid, threads, arguments, shared_bytes)
-    else:
-        function(grid, (threads,), arguments, shared_mem=shared_bytes)
+    _put.get()(KernelLaunch(function, grid, threads, arguments, shared_bytes, early and capability() >= 90))
 
 
 def launch_early(
