@@ -1,0 +1,217 @@
+"""llmq's ops on the memory of torch's tensors: the NumPy reference on the CPU, kernels on CUDA on torch's stream.
+
+No bytes are copied, and what an op needs beside its arguments comes from torch's allocator. On CUDA a launcher runs
+once for each set of shapes, on made-up addresses; later calls put the kernels that it chose on the stream, with their
+own addresses: a launcher would take longer than some kernels, and eager training makes hundreds of calls a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from llmq.operands import Output, Tensor
+from llmq.ops.reference import OPS
+from llmq.ops.seam import Arguments, record
+from llmq.tensor import DTYPES, Form, Ref
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int32: "int32",
+    torch.uint8: "uint8",
+}
+SPACE = 1 << 44  # bytes from one made-up address to the next: more than any tensor has
+ALIGNMENT = 16  # bytes: what kernels read at a time
+
+
+class Copy(NamedTuple):
+    """A quantized copy of a tensor of `shape` and `dtype`: its bytes in `form`, and their scale."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    form: Form
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Operand = torch.Tensor | Copy | None
+Written = torch.Tensor | tuple[Copy, ...] | None  # copies of one value
+
+
+class Planned(NamedTuple):
+    """The kernels of a call. Of arguments pairs are (which of the call's tensors, bytes from its start)."""
+
+    launches: tuple[tuple[Any, tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], ...]
+    scratch_bytes: int
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether kernels have these tensors' dtype, which is one, and their device."""
+    first = tensors[0]
+    known = (torch.float32, torch.bfloat16) if first.is_cuda else (torch.float32, torch.bfloat16, torch.float64)
+    return (
+        first.device.type in ("cpu", "cuda") and first.dtype in known and all(t.dtype is first.dtype for t in tensors)
+    )
+
+
+def ready(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy of it if its memory is not laid out as kernels read it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def run(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], **numbers: Any) -> None:
+    """Runs the op of this name, on contiguous tensors of one device. Outputs that are None are not computed."""
+    operands = (*outputs, *inputs)
+    tensors = [tensor for operand in operands for tensor in _tensors(operand)]
+    if not tensors[0].is_cuda:
+        OPS[op](*(_output(y, _host) for y in outputs), *(_input(x, _host) for x in inputs), **numbers)
+        return
+    device = tensors[0].device.index
+    address = torch.cuda.current_stream(device).cuda_stream
+    about = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    forms = tuple(None if x is None else isinstance(x, torch.Tensor) or _forms(x) for x in operands)
+    with (
+        torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext(),
+        _stream(address, device),
+    ):
+        key = (op, device, address, about, forms, *numbers.items())
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plans[key] = planned(op, outputs, inputs, numbers)
+        put(plan, tensors)
+
+
+def put(plan: Planned, tensors: Sequence[torch.Tensor]) -> None:
+    """Puts the kernels of a plan on CuPy's current stream, for the tensors of a call in their order."""
+    places = [tensor.data_ptr() for tensor in tensors]
+    if plan.scratch_bytes:  # free for others once this is queued: torch gives it to work on this stream alone
+        scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=tensors[0].device)
+        places.append(scratch.data_ptr())
+    for function, grid, threads, arguments, shared in plan.launches:
+        given = tuple(places[a[0]] + a[1] if type(a) is tuple else a for a in arguments)
+        function(grid, threads, given, shared_mem=shared)
+
+
+_plans: dict[tuple[Any, ...], Planned] = {}
+
+
+@cache
+def _stream(address: int, device: int) -> Any:
+    """One of torch's streams as CuPy has it."""
+    import cupy
+
+    return cupy.cuda.ExternalStream(address, device)
+
+
+def _tensors(operand: Operand | Written) -> tuple[torch.Tensor, ...]:
+    """The memory that an operand has."""
+    if operand is None:
+        return ()
+    if isinstance(operand, torch.Tensor):
+        return (operand,)
+    if isinstance(operand, Copy):
+        return (operand.data, operand.scale)
+    return tuple(tensor for copy in operand for tensor in (copy.data, copy.scale))
+
+
+def _forms(operand: Copy | tuple[Copy, ...]) -> tuple[Any, ...]:
+    copies = (operand,) if isinstance(operand, Copy) else operand
+    return tuple(copy[2:] for copy in copies)
+
+
+def _host(tensor: torch.Tensor, form: Form | None = None) -> Any:
+    """A tensor of the CPU as NumPy has it."""
+    if tensor.dtype in (torch.bfloat16, torch.uint8):
+        dtype = "bf16" if form is None and tensor.dtype is torch.bfloat16 else form.dtype if form else "uint8"
+        return tensor.detach().view(torch.uint8 if form else torch.int16).numpy().view(DTYPES[dtype])
+    return tensor.detach().numpy()
+
+
+def _input(x: Operand, array: Callable[..., Any]) -> Tensor | None:
+    if x is None:
+        return None
+    if isinstance(x, Copy):
+        return Tensor("x", array(x.data, x.form), x.shape, x.form, array(x.scale))
+    return Tensor("x", array(x), tuple(x.shape))
+
+
+def _output(y: Written, array: Callable[..., Any]) -> Output:
+    if y is None:
+        return Output("y", (), "fp32", ())
+    if isinstance(y, torch.Tensor):
+        found = _input(y, array)
+        assert found is not None
+        return Output("y", found.shape, NAMES[y.dtype], (found,))
+    copies = tuple(copy for copy in (_input(one, array) for one in y) if copy is not None)
+    return Output("y", y[0].shape, y[0].dtype, copies)
+
+
+class _Address(NamedTuple):
+    ptr: int
+
+
+class _Array:
+    """What launchers ask of an array."""
+
+    def __init__(self, address: int, tensor: torch.Tensor) -> None:
+        self.data, self.shape, self.ndim = _Address(address), tuple(tensor.shape), tensor.ndim
+        self.dtype = DTYPES[NAMES[tensor.dtype]]
+        self.itemsize, self.size = self.dtype.itemsize, math.prod(self.shape)
+        self.nbytes = self.size * self.itemsize
+        self.strides = tuple(step * self.itemsize for step in tensor.stride())
+
+
+def planned(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], numbers: dict[str, Any]) -> Planned:
+    """The kernels that the launcher of an op chooses for these operands; UsageError for what it does not take."""
+    from llmq.ops.cuda import KERNELS
+    from llmq.ops.cuda import launch as gpu
+
+    addresses = iter(range(SPACE, 1 << 63, SPACE))
+
+    def array(tensor: torch.Tensor, form: Form | None = None) -> _Array:
+        return _Array(next(addresses), tensor)
+
+    kernel = KERNELS[op]
+    size = kernel.needed(_arguments(op, outputs, inputs, numbers), gpu.capability())
+    # In the order of `run`: a made-up address says which tensor it stands for.
+    given = [_output(y, array) for y in outputs], [_input(x, array) for x in inputs]
+    if size:
+        scratch = _Array(next(addresses), torch.empty(size, dtype=torch.uint8, device="meta"))
+        numbers = {**numbers, "scratch": scratch}
+    with gpu.noted() as launches:
+        kernel.launch(*given[0], *given[1], **numbers)
+    made = tuple(
+        (one.function, one.grid, (one.threads,), tuple(map(_place, one.arguments)), one.shared_bytes)
+        for one in launches
+    )
+    return Planned(made, size)
+
+
+def _place(argument: Any) -> Any:
+    if type(argument) is not int or argument < SPACE:
+        return argument
+    number, offset = divmod(argument, SPACE)
+    return number - 1, offset
+
+
+def _arguments(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], numbers: dict[str, Any]) -> Arguments:
+    """A call as scratch and refusals are worked out from it."""
+    about = record(op)
+
+    def refs(name: str, operand: Operand | Written) -> tuple[Ref, ...]:
+        if isinstance(operand, torch.Tensor):
+            return (Ref(name, "activation", tuple(operand.shape), NAMES[operand.dtype]),)
+        copies = () if operand is None else (operand,) if isinstance(operand, Copy) else operand
+        return tuple(Ref(name, "activation", copy.shape, copy.dtype, form=copy.form) for copy in copies)
+
+    reads = {name: refs(name, x)[0] for name, x in zip(about.inputs, inputs, strict=True) if x is not None}
+    writes = {name: refs(name, y) for name, y in zip(about.outputs, outputs, strict=True) if y is not None}
+    return Arguments(reads, writes, numbers)

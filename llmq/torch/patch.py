@@ -1,0 +1,243 @@
+"""What `patch_model` does: forwards of single modules are replaced by ones that call llmq's ops, and put back.
+
+A module is replaced by its exact class in transformers, where its own code is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+
+from llmq.errors import UsageError
+from llmq.model.families import FAMILIES
+from llmq.torch.forwards import (
+    Forward,
+    attention_forward,
+    mlp_forward,
+    model_forward,
+    norm_forward,
+    why_attention_left,
+    why_mlp_left,
+    why_model_left,
+)
+from llmq.torch.fp8 import forward_of, why_map_left
+from llmq.torch.kernels import NAMES
+from llmq.torch.lora import lora_forward, why_lora_left
+
+MODEL_TYPES = {architecture: family.model_type for architecture, family in FAMILIES.items()}
+HEAD, LORA, E4M3, UNKNOWN = "head with loss", "LoRA", "maps in e4m3", "unknown"
+MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class Replacement(NamedTuple):
+    """The kind that modules of a class are counted as, the new forward of one, and why one keeps its own."""
+
+    kind: str
+    forward: Callable[[Any], Forward]
+    why_left: Callable[[Any], str | None] = lambda module: None
+
+
+# by what follows the family in the name of a class
+OF_FAMILY = {
+    "RMSNorm": Replacement("RMSNorm", lambda module: norm_forward),
+    "Attention": Replacement("RoPE", attention_forward, why_attention_left),
+    "MLP": Replacement("SwiGLU", lambda module: mlp_forward, why_mlp_left),
+    "ForCausalLM": Replacement(HEAD, model_forward, why_model_left),
+}
+WITHOUT_KERNELS = {"Model", "DecoderLayer", "RotaryEmbedding"}
+OF_MAPS = {name: Replacement(E4M3, partial(lambda name, module: forward_of(name), name), why_map_left) for name in MAPS}
+OF_PEFT = Replacement(LORA, lambda module: lora_forward, why_lora_left)
+OTHER = Replacement(
+    UNKNOWN, lambda module: norm_forward, lambda module: f"a {_class(module)}, which llmq does not know"
+)
+
+
+class Change(NamedTuple):
+    """A module that gets a new forward, counted as a kind."""
+
+    kind: str
+    name: str
+    module: torch.nn.Module
+    forward: Forward
+
+
+@dataclass(eq=False)
+class Patch:
+    """What became of a model: `replaced` has names of modules by kind, `left` by name why another one was not.
+
+    Its text is a summary, with one line for the modules of all layers. Adapters that PEFT adds later are replaced at
+    the model's next call, and are then here.
+    """
+
+    replaced: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    _model: Any = field(default=None, repr=False)
+    _changed: list[tuple[torch.nn.Module, Any]] = field(default_factory=list, repr=False)  # with what they had before
+    _adapters: tuple[str, ...] | None = field(default=None, repr=False)  # None: they are not followed
+
+    def __str__(self) -> str:
+        lines = [f"{kind}: {len(names)} replaced" for kind, names in self.replaced.items()]
+        reasons = Counter((_pattern(name), reason) for name, reason in self.left.items())
+        lines += [f"{name}{f' ({n})' if n > 1 else ''}: left, {reason}" for (name, reason), n in reasons.items()]
+        return "\n".join(lines)
+
+    def change(self, changes: list[Change]) -> None:
+        """Replaces forwards."""
+        for kind, name, module, forward in changes:
+            self._changed.append((module, vars(module).get("forward")))
+            module.forward = MethodType(forward, module)
+            self.replaced.setdefault(kind, []).append(name)
+
+    def follow(self) -> None:
+        """Replaces the adapters that have come since."""
+        if self._adapters is not None and (adapters := _adapters(self._model)) != self._adapters:
+            self._adapters = adapters
+            changes, left = _found(self._model, {LORA})
+            self.change(changes)
+            self.left.update(left)
+
+    def undo(self) -> None:
+        """Puts every forward back; UsageError, before any is, where another library has replaced one since."""
+        changed = {
+            type(module).__name__
+            for module, _ in self._changed
+            if module is not self._model and not _is_ours(vars(module).get("forward"))
+        }
+        if changed:
+            names = ", ".join(sorted(changed))
+            raise UsageError(f"forwards of {names} were replaced again after patch_model: undo that first")
+        for module, own in self._changed:
+            # The model's may lie within another library's, such as accelerate's: it then passes calls on.
+            if _is_ours(vars(module).get("forward")):
+                del module.forward
+                if own is not None:
+                    module.forward = own
+        del self._model._llmq_patch, self._model._llmq_loss
+        self._changed.clear()
+        self.replaced.clear()
+
+
+def patch_model(
+    model: torch.nn.Module, loss: bool = True, linear: str = "bf16", lora: bool = True, *, strict: bool = False
+) -> Patch:
+    """Puts llmq's kernels into a Hugging Face model of a family that llmq knows, with PEFT's adapters or without.
+
+    RMSNorm, rotary embedding and SwiGLU; with `loss`, while the model trains on labels, the head with its loss in
+    chunks: then there are no `logits`; with `lora` PEFT's LoRA; with `linear`="e4m3" products of the maps of attention
+    and the MLP in fp8. A second call begins with what `unpatch_model` leaves. What has no kernel is left and named;
+    UsageError instead with `strict`, for other values of `linear`, and for libraries that are not there.
+    """
+    if linear not in ("bf16", "e4m3"):
+        raise UsageError(f"linear={linear!r} is not known: use 'bf16' or 'e4m3'")
+    if find_spec("transformers") is None:
+        raise UsageError("patch_model takes models of transformers, which is not there: pip install transformers")
+    base = _base(model)
+    unpatch_model(base)
+    asked = {HEAD: loss, LORA: lora, E4M3: linear == "e4m3"}
+    kinds = {"RMSNorm", "RoPE", "SwiGLU", UNKNOWN, *(kind for kind, is_asked in asked.items() if is_asked)}
+    if _family(base) is None:
+        changes: list[Change] = []
+        left = {"": f"a {_class(base)}: llmq has kernels for {', '.join(MODEL_TYPES)}"}
+    else:
+        changes, left = _found(base, kinds)
+    if strict and left:
+        raise UsageError(f"patch_model(strict=True) replaces everything or nothing:\n{Patch({}, left)}")
+    patch = Patch({}, left, base, [], _adapters(base) if lora else None)
+    if changes:
+        _check_libraries(base)
+        has_loss = any(change.kind == HEAD for change in changes)
+        if lora and not has_loss:  # adapters that come later are found at calls of the model
+            patch.change([Change(HEAD, "", base, model_forward(base))])
+            patch.replaced.clear()
+        base._llmq_patch, base._llmq_loss = patch, has_loss
+        patch.change(changes)
+    return patch
+
+
+def unpatch_model(model: torch.nn.Module) -> None:
+    """Gives a model the forwards that it had before `patch_model`; nothing happens to one that has its own."""
+    patch = getattr(_base(model), "_llmq_patch", None)
+    if patch is not None:
+        patch.undo()
+
+
+def _base(model: Any) -> Any:
+    """The model itself, of which PEFT's has the adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _family(base: Any) -> str | None:
+    """The module of transformers that a known model is of."""
+    name = MODEL_TYPES.get(type(base).__name__)
+    module = f"transformers.models.{name}.modeling_{name}"
+    return module if type(base).__module__ == module else None
+
+
+def _adapters(base: Any) -> tuple[str, ...]:
+    """Names of PEFT's adapters in a model."""
+    return tuple(getattr(base, "peft_config", None) or ())
+
+
+def _class(module: Any) -> str:
+    return f"{type(module).__name__} of {type(module).__module__.partition('.')[0]}"
+
+
+def _is_ours(forward: Any) -> bool:
+    return hasattr(forward, "is_of_llmq")
+
+
+def _pattern(name: str) -> str:
+    """A module's name, with a star in place of the number of its layer."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split(".")) if name else "the model"
+
+
+def _check_libraries(base: torch.nn.Module) -> None:
+    """UsageError for a model on a GPU without what launches kernels there."""
+    missing = [name for name in ("cupy", "cuda") if find_spec(name) is None]
+    if missing and any(parameter.is_cuda for parameter in base.parameters()):
+        what = f"kernels on CUDA need CuPy and NVRTC, and the module {missing[0]} is not there"
+        raise UsageError(f"{what}: pip install 'llmq-train[cuda13]', or [cuda12]")
+
+
+def _found(base: Any, kinds: set[str]) -> tuple[list[Change], dict[str, str]]:
+    """What of these kinds is to be replaced in a model, and why the rest is left."""
+    changes, left = [], {}
+    for name, module in base.named_modules():
+        rule = _rule(base, name, module)
+        if rule is None or rule.kind not in kinds:
+            continue
+        reason = rule.why_left(module) or _why_left(module, is_model=module is base)
+        if reason is not None:
+            left[name] = reason
+        else:
+            changes.append(Change(rule.kind, name, module, rule.forward(module)))
+    return changes, left
+
+
+def _rule(base: Any, name: str, module: Any) -> Replacement | None:
+    """What becomes of a module; None for one that has nothing to replace."""
+    if type(module) is torch.nn.Linear:
+        *_, parent, last = ("", *name.split("."))
+        return OF_MAPS.get(parent if last == "base_layer" else last)
+    cls, package = type(module), type(module).__module__
+    if package == _family(base):
+        part = cls.__name__.removeprefix(type(base).__name__.removesuffix("ForCausalLM"))
+        return None if part in WITHOUT_KERNELS else OF_FAMILY.get(part, OTHER)
+    if package.startswith("peft.tuners."):
+        return OF_PEFT if hasattr(module, "base_layer") else None
+    return None if package.startswith(("torch.nn.", "transformers.activations", "peft.")) else OTHER
+
+
+def _why_left(module: Any, is_model: bool) -> str | None:
+    """For a module of any class."""
+    if "forward" in vars(module) and not is_model:
+        return "its forward was replaced by another library"
+    dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)} - NAMES.keys()
+    return f"its parameters are in {dtypes.pop()}, which llmq's kernels lack: use bf16" if dtypes else None

@@ -1,0 +1,345 @@
+"""`llmq.torch` beside transformers, its Trainer, TRL and PEFT, live, on tiny models of every family."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the judges are torch, transformers, TRL and PEFT")
+
+import peft
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from golden import families
+from small_tokenizers import EOS, byte_level
+
+from llmq.errors import UsageError
+from llmq.torch import patch_model, unpatch_model
+
+pytestmark = pytest.mark.judge
+
+FAMILIES = pytest.mark.parametrize("family", families.FAMILIES)
+LENGTH = 32
+EVERYTHING = ["head with loss", "RMSNorm", "RoPE", "SwiGLU"]
+
+
+def made(family="qwen2", **changed):
+    """A tiny model with random weights in f32."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**{**families.FAMILIES[family], **changed})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def adapted(model, **changed):
+    """The model with PEFT's LoRA, whose B is not zero."""
+    torch.manual_seed(1)
+    about = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False, **changed}
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **about))
+
+
+def batch(rows=2):
+    """Tokens, and labels of which the first are not trained."""
+    tokens = torch.randint(0, families.VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
+    labels = tokens.clone()
+    labels[:, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def step(model, call=None, **more):
+    """Loss and gradients."""
+    model.zero_grad()
+    loss = (model if call is None else call)(**batch(), **more).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, right, bound=1e-5):
+    """The same loss and the same gradients, of the same parameters."""
+    assert found[0] == pytest.approx(right[0], rel=bound) and found[1].keys() == right[1].keys()
+    errors = {name: ((found[1][name] - one).norm() / one.norm()).item() for name, one in right[1].items() if one.any()}
+    assert errors and max(errors.values()) < bound, errors
+
+
+def assert_same(found, right):
+    """The same bits."""
+    assert found[0] == right[0] and all(torch.equal(found[1][name], one) for name, one in right[1].items())
+
+
+def losses(model, folder, **options):
+    """Of 20 steps of transformers' Trainer."""
+    rows = [{name: column[0] for name, column in batch(1).items()}]
+    rows = [{name: (column + n) % families.VOCAB for name, column in rows[0].items()} for n in range(40)]
+    for n, row in enumerate(rows):
+        row["labels"][: 1 + n % 7] = -100  # so that micro-batches have other numbers of tokens
+    about = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, **options}
+    arguments = transformers.TrainingArguments(
+        folder,
+        max_steps=20,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        **about,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@FAMILIES
+def test_loss_and_gradients_are_transformers(family):
+    model = made(family)
+    right, counted = step(model), step(model, num_items_in_batch=torch.tensor(17))
+    patch = patch_model(model, strict=True)
+    assert sorted(patch.replaced) == sorted(EVERYTHING) and not patch.left
+    assert len(patch.replaced["RMSNorm"]) == sum("norm" in name for name, _ in model.named_modules())
+    assert_close(step(model), right)
+    assert_close(step(model, num_items_in_batch=torch.tensor(17)), counted)
+    assert_close(step(model, num_items_in_batch=17), counted)
+    unpatch_model(model)
+    assert_same(step(model), right)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_padded_rows_and_labels_that_are_shifted():
+    model, given = made(), batch()
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, :7] = 0
+    shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    calls = [
+        {**given, "attention_mask": mask},
+        {"input_ids": given["input_ids"], "labels": None, "shift_labels": shifted},
+    ]
+    right = [model(**call) for call in calls[:1]] + [model(**given)]
+    patch_model(model)
+    found = [model(**call) for call in calls]
+    assert [one.loss.item() for one in found] == pytest.approx([one.loss.item() for one in right], rel=1e-6)
+    assert [one.logits for one in found] == [None, None]
+
+
+def test_logits_are_there_where_no_loss_takes_their_place():
+    model, given = made("qwen3"), batch()
+    right = model(**given)
+    texts = model.generate(given["input_ids"][:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    patch_model(model)
+    assert torch.allclose(model(input_ids=given["input_ids"]).logits, right.logits, atol=1e-5)
+    assert torch.allclose(model.eval()(**given).logits, right.logits, atol=1e-5)  # for metrics
+    assert torch.equal(
+        model.generate(given["input_ids"][:, :4], max_new_tokens=6, do_sample=False, pad_token_id=0), texts
+    )
+    assert model.train()(**given, return_dict=False)[0].item() == pytest.approx(right.loss.item(), rel=1e-6)
+    assert model(**given, output_hidden_states=True).hidden_states is not None
+    unpatch_model(model)
+    assert torch.equal(model(**given).logits, right.logits)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3.2"])
+def test_the_trainer_runs_unchanged(family, tmp_path):
+    right = losses(made(family), tmp_path)
+    model = made(family)
+    patch_model(model)
+    assert losses(model, tmp_path) == pytest.approx(right, abs=1e-4) and len(right) == 20
+
+
+def test_under_autocast_the_trainer_wraps_the_model_and_it_can_be_unpatched(tmp_path):
+    model = made()
+    right = step(model)
+    plain = losses(copy.deepcopy(model), tmp_path, bf16=True, learning_rate=0.0)
+    patch_model(model)
+    assert losses(model, tmp_path, bf16=True, learning_rate=0.0) == pytest.approx(plain, abs=1e-3)
+    unpatch_model(model)
+    assert model(**batch()).logits is not None
+    del model.forward  # accelerate's
+    assert_same(step(model), right)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-peft", "after-peft"])
+def test_lora_is_pefts(before, tmp_path):
+    right = step(adapted(made()))
+    model = made()
+    patch = patch_model(model) if before else None
+    model = adapted(model)
+    patch = patch or patch_model(model, strict=True)
+    assert_close(step(model), right)
+    assert len(patch.replaced["LoRA"]) == 14 and not patch.left
+    with model.disable_adapter():
+        base = model(**batch()).loss.item()
+    assert base == pytest.approx(made()(**batch()).loss.item(), rel=1e-6)
+    assert losses(model, tmp_path) == pytest.approx(losses(adapted(made()), tmp_path), abs=1e-4)
+    unpatch_model(model)
+
+
+def test_lora_of_trained_weights_and_a_bias():
+    model = adapted(made())
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    right = step(model)
+    patch_model(model)
+    assert_close(step(model), right)
+
+
+def test_what_is_left_is_named():
+    model = adapted(made(), lora_dropout=0.1)
+    patch = patch_model(model)
+    assert "LoRA" not in patch.replaced and len(patch.left) == 14
+    assert "model.layers.*.mlp.up_proj (2): left, it has a dropout: use lora_dropout=0" in str(patch)
+    with pytest.raises(UsageError, match=r"up_proj.*it has a dropout"):
+        patch_model(model, strict=True)
+    assert model.get_base_model()(**batch()).logits is not None  # the refused call left what unpatch_model leaves
+
+    class Own(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    model = made(hidden_act="gelu")
+    model.model.norm = Own()
+    model.model.layers[0].input_layernorm.half()
+    patch = patch_model(model)
+    assert patch.left == {
+        "model.norm": "a Own of test_judges_in_torch, which llmq does not know",
+        "model.layers.0.input_layernorm": "its parameters are in torch.float16, which llmq's kernels lack: use bf16",
+        **{f"model.layers.{n}.mlp": "its activation is gelu, not silu" for n in range(2)},
+    }
+    other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
+    patch = patch_model(other)
+    assert not patch.replaced and "a GPT2LMHeadModel of transformers: llmq has kernels for Llama" in patch.left[""]
+    with pytest.raises(UsageError, match="GPT2LMHeadModel"):
+        patch_model(other, strict=True)
+    with pytest.raises(UsageError, match="linear='int8'"):
+        patch_model(made(), linear="int8")
+
+
+def test_a_quantized_map_is_left():
+    import bitsandbytes as bnb
+
+    model = made()
+    parent = model.model.layers[0].mlp
+    parent.down_proj = bnb.nn.Linear8bitLt(64, 32, bias=False)
+    patch = patch_model(model)
+    assert patch.left == {"model.layers.0.mlp.down_proj": "a Linear8bitLt of bitsandbytes, which llmq does not know"}
+    patch = patch_model(adapted(model, target_modules=["down_proj"]))
+    assert "Linear8bitLt" in patch.left["model.layers.0.mlp.down_proj"] and len(patch.replaced["LoRA"]) == 1
+
+
+def test_a_forward_that_another_library_has_replaced():
+    model = made()
+    patch = patch_model(model)
+    model.model.norm.forward = lambda x: x
+    with pytest.raises(UsageError, match="forwards of Qwen2RMSNorm were replaced again"):
+        patch.undo()
+    del model.model.norm.forward
+    patch.change([])
+    model = made()
+    model.model.norm.forward = type(model.model.norm).forward.__get__(model.model.norm)
+    assert patch_model(model).left == {"model.norm": "its forward was replaced by another library"}
+
+
+def test_a_copy_of_a_patched_model_is_one():
+    model = made()
+    right = step(model)
+    patch_model(model)
+    other = copy.deepcopy(model)
+    assert_close(step(other), right)
+    unpatch_model(other)
+    assert model(**batch()).logits is None and other(**batch()).logits is not None
+
+
+def test_checkpointing_of_activations():
+    model = made()
+    right = step(model)
+    patch_model(model)
+    model.gradient_checkpointing_enable()
+    assert_close(step(model), right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [made, lambda: adapted(made("llama3"))], ids=["model", "lora"])
+@pytest.mark.parametrize(("linear", "backend"), [("bf16", "aot_eager"), ("bf16", "inductor"), ("e4m3", "aot_eager")])
+def test_compiled_without_a_break(make, linear, backend):
+    model = make()
+    right = step(model)
+    patch_model(model, linear=linear)
+    right = step(model) if linear == "e4m3" else right
+    torch.compiler.reset()
+    assert_close(step(model, torch.compile(model, fullgraph=True, backend=backend)), right)
+
+
+def test_in_e4m3(tmp_path):
+    model = made()
+    right = step(model)
+    patch = patch_model(model, linear="e4m3", strict=True)
+    assert len(patch.replaced["maps in e4m3"]) == 14
+    found = step(model)
+    assert found[0] == pytest.approx(right[0], rel=1e-3) and found[0] != right[0]
+    errors = [((found[1][name] - one).norm() / one.norm()).item() for name, one in right[1].items()]
+    assert max(errors) < 0.25 and sum(errors) / len(errors) < 0.08
+    rates = {"learning_rate": 1e-2}
+    assert losses(model, tmp_path, **rates) == pytest.approx(losses(made(), tmp_path, **rates), rel=1e-2)
+    small = made(intermediate_size=40)
+    assert "its size 40 is no multiple of 16" in str(patch_model(small, linear="e4m3"))
+
+
+@pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {}])
+def test_copies_in_e4m3_are_those_of_the_last_step(optimizer):
+    """A fused optimizer leaves the version of a weight as it is."""
+    model = made()
+    patch_model(model, linear="e4m3")
+    update = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer)
+    step(model)
+    update.step()
+    found = step(model)
+    for module in model.modules():
+        vars(module).pop("_llmq_copy", None)
+    assert_same(step(model), found)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-peft", "after-peft"])
+def test_lora_over_maps_in_e4m3(before):
+    right = step(adapted(made()))
+    model = made()
+    if before:
+        patch_model(model, linear="e4m3")
+    model = adapted(model)
+    if not before:
+        patch_model(model, linear="e4m3", strict=True)
+    found = step(model)
+    assert found[0] == pytest.approx(right[0], rel=1e-3) and found[0] != right[0]
+    errors = [((found[1][name] - one).norm() / one.norm()).item() for name, one in right[1].items()]
+    assert found[1].keys() == right[1].keys() and max(errors) < 0.25
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path, monkeypatch):
+    made().save_pretrained(tmp_path / "model")
+    (block,) = re.findall(r"```python\n(.*?)```", Path("docs/torch.md").read_text("utf-8"), re.DOTALL)
+    names = {}
+    exec(block.replace("Qwen/Qwen2.5-0.5B", str(tmp_path / "model")), names)
+    assert names["loss"].item() > 0
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before-trl", "after-trl"])
+def test_trl_runs_unchanged(before, tmp_path):
+    def trained(patch_before, patch_after):
+        model = made()
+        if patch_before:
+            patch_model(model)
+        rows = Dataset.from_list(
+            [{"input_ids": [n % 97, 3, 5, n % 7], "labels": [-100, 3, 5, n % 7]} for n in range(8)]
+        )
+        arguments = trl.SFTConfig(
+            tmp_path, max_steps=4, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False
+        )
+        words = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token=EOS, pad_token=EOS)
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=words)
+        if patch_after:
+            patch_model(model)
+        trainer.train()
+        return [log[name] for log in trainer.state.log_history if "entropy" in log for name in ("loss", "entropy")]
+
+    right = trained(False, False)
+    assert len(right) == 8
+    assert trained(before, not before) == pytest.approx(right, abs=1e-4)
