@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmq.errors import LlmqError, PluginError, UsageError
@@ -48,8 +48,8 @@ class Table(dict[str, Item]):
         return item
 
     def has(self, name: str) -> bool:
-        """Whether there is one of this name, installed ones included."""
-        return name in self or f"{self.kind}.{name}" in _installed(tuple(sys.path))
+        """Whether there is a plug-in of this name, installed ones included."""
+        return name not in self.ours and (name in self or f"{self.kind}.{name}" in _installed(tuple(sys.path)))
 
     def names(self) -> list[str]:
         """All names, installed ones included."""
@@ -74,18 +74,21 @@ class Table(dict[str, Item]):
         """What the item that an option names returns, or a part `by` of it, with the options in the text as keywords.
         PluginError for what it raises."""
         name, own = split(text)
-        return called(f"{self.kind} {text}", by(self[name]), *about, **own)
+        item = by(self[name])
+        return item(*about) if name in self.ours and not own else called(f"{self.kind} {text}", item, *about, **own)
 
 
 def called(what: str, item: Callable[..., Any], *about: Any, **own: Any) -> Any:
-    """What the item of a plug-in returns. PluginError for what it raises, and for options that it does not take."""
-    with naming_plugins():
-        try:
-            return item(*about, **own)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise
-            raise PluginError(f"the plug-in {what} cannot be called so: {error}") from error
+    """What a plug-in returns. PluginError for what it raises, and for options that it does not take."""
+    try:
+        return item(*about, **own)
+    except LlmqError:
+        raise
+    except Exception as error:
+        places = [(one.f_code.co_filename, line) for one, line in _frames(error)][1:]
+        own = [line for file, line in places if file == places[0][0]]  # the last of them: what it called may be NumPy's
+        place = f" in {places[0][0]}, line {own[-1]}" if own else ""
+        raise PluginError(f"the plug-in {what} failed{place}: {type(error).__name__}: {error}") from error
 
 
 def table(kind: str, ours: Mapping[str, Any] | None = None) -> Table[Any]:
@@ -143,19 +146,24 @@ def naming_plugins() -> Iterator[None]:
 
 def _blamed(error: Exception) -> str | None:
     """The plug-in whose code an error came through, and the last line of it; None if none had a part in it."""
-    from traceback import walk_tb
-
-    frames = [(one.f_code, one.f_globals.get("__name__", ""), line) for one, line in walk_tb(error.__traceback__)]
+    frames = [(one.f_code, one.f_globals.get("__name__", ""), line) for one, line in _frames(error)]
     plugins = [(one, name, one[name]) for one in _TABLES.values() for name in one if name not in one.ours]
     codes = {(one.kind, name): _codes(item) for one, name, item in plugins}
     packages = {(one.kind, name): _package(item) for one, name, item in plugins if name not in one.local}
     for code, module, line in reversed(frames):
         own = [key for key, held in codes.items() if code in held]
-        own += [key for key, package in packages.items() if package == module.partition(".")[0]]
+        own += [key for key, package in packages.items() if package == module.partition(".")[0] != "llmq"]
         if own:
             kind, name = own[0]
             return f"the plug-in {kind} {name} failed in {code.co_filename}, line {line}"
     return None
+
+
+def _frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """Where an error came through, with the lines."""
+    from traceback import walk_tb
+
+    return list(walk_tb(error.__traceback__))
 
 
 def _codes(item: Any) -> set[CodeType]:
@@ -164,6 +172,8 @@ def _codes(item: Any) -> set[CodeType]:
     if isinstance(owner, FunctionType):
         return {owner.__code__}
     owner = owner if isinstance(owner, type) else type(owner)
+    if owner.__module__.startswith("llmq."):
+        return set()
     found = (getattr(one, "__func__", None) or getattr(one, "fget", one) for one in vars(owner).values())
     return {one.__code__ for one in found if isinstance(one, FunctionType)}
 

@@ -24,7 +24,7 @@ class Trainer:
     """Runs of one configuration: that of llmq-train with the same options, bit for bit.
 
     `Trainer(presets.lora(model="Qwen/Qwen2.5-0.5B"), steps=200).train(train=rows)`; `options` go before those of
-    `config`.
+    `config`. The option `loss` may also be a function of a chunk's logits, which llmq/plan/loss.py describes.
     """
 
     def __init__(self, config: Config | None = None, **options: Any) -> None:

@@ -12,6 +12,9 @@ from safetensors.numpy import load_file
 from tiny_runs import hash_of, on_weights, tiny_options, with_commands
 
 import llmq
+from llmq.adapters.ia3 import Gains, scaled
+from llmq.adapters.resolve import METHODS
+from llmq.adapters.targets import chosen
 from llmq.api.ranks import refuse_local
 from llmq.backends.host import HostBackend
 from llmq.blocks.head import CrossEntropy
@@ -131,6 +134,38 @@ def test_a_family_and_a_backend_of_this_process(given):
         refuse_local(Options.parse({**{key: given[key] for key in ("model", "train_file")}, "gpus": 2}))
 
 
+class OutGains(Gains):
+    """Gains on the outputs of maps by a name of its own in PEFT's files."""
+
+    peft_types = ("OUT_GAINS",)
+
+    @classmethod
+    def of_options(cls, options, config, steps, *, names="k_proj"):
+        return cls(scaled(chosen(names, config, "out_gains"), ()), base=options.base_dtype)
+
+    def peft_config(self, config):
+        return {**super().peft_config(config), "peft_type": "OUT_GAINS"}
+
+
+@pytest.mark.filterwarnings("ignore:The weights of the layers are held")
+def test_a_method_of_this_process_has_files(given):
+    llmq.register("method", "out_gains", OutGains)
+    given |= {"learning_rate": 0.1, "base_dtype": "int8", "merge": True}
+    run = llmq.train(**given, adapter_method="out_gains:names=v_proj")
+    assert len(load_file(run.model_path / "adapter_model.safetensors")) == 1
+    ids = [[1, 2, 3, 4]]
+    base, adapted = (
+        llmq.load("base", adapter=adapter, base_dtype="int8").logits(ids) for adapter in (None, run.model_path)
+    )
+    merged = llmq.load(run.model_path / "merged").logits(ids)
+    assert np.abs(adapted - base).max() > 10 * np.abs(adapted - merged).max()
+    more = llmq.train(**{**given, "name": "more", "adapter": str(run.model_path), "base_dtype": None})
+    assert more.history["loss"][0] < run.history["loss"][0]
+    del METHODS["out_gains"]
+    with pytest.raises(DataError, match="peft_type OUT_GAINS is not read, only LORA, "):
+        llmq.load("base", adapter=run.model_path)
+
+
 def test_what_cannot_be_registered():
     with pytest.raises(UsageError, match=r"'optimiser' is no kind of plug-in: known are .*: did you mean optimizer?"):
         llmq.register("optimiser", "lion", None)
@@ -159,7 +194,7 @@ def test_an_error_names_its_plugin(given):
         llmq.train(**given, callback="failing:at=3")
     assert "plug-in callback failing" in Path("runs/run/log.jsonl").read_text()
     assert Path("runs/run/checkpoints/step-00000003").is_dir()
-    with pytest.raises(PluginError, match=r"the plug-in callback failing:of=3 cannot be called so: .*'of'"):
+    with pytest.raises(PluginError, match=r"the plug-in callback failing:of=3 failed: TypeError: .*'of'"):
         llmq.train(**{**given, "name": "other"}, callback="failing:of=3")
     with pytest.raises(ZeroDivisionError, match="mine"):
         llmq.train(**{**given, "name": "mine"}, callback="failing:at=9", callbacks=[lambda *about: _raise("mine")])
@@ -176,7 +211,7 @@ def _raise(text):
             {"optimizer": "lino"},
             "--optimizer lino is not one of adamw, sgd, .*lion, and no plug-in .*: did you mean lion?",
         ),
-        ({"optimizer": "lion:beta=1"}, "plug-in optimizer lion:beta=1 cannot be called so: .*'beta'"),
+        ({"optimizer": "lion:beta=1"}, "plug-in optimizer lion:beta=1 failed: TypeError: .*'beta'"),
         ({"optimizer": "lion:beta"}, "lion:beta: a plug-in and its options are NAME:key=value,key=value"),
         ({"optimizer": "adamw:beta_1=1"}, "the options of adamw are flags of their own"),
         ({"optimizer": "lion", "beta_1": 0.5}, "--beta-1 0.5 is for --optimizer adamw, but it is lion: leave it out"),
@@ -191,6 +226,8 @@ def _raise(text):
             {"adapter_method": "layer_rate"},
             "--adapter-method layer_rate is not one of .*layer_rates.*did you mean layer_rates",
         ),
+        ({"adapter_method": "lora"}, "--adapter-method lora is not one of .*layer_rates"),
+        ({"device": "planned"}, "--device planned is not one of auto, cuda, cpu, and no plug-in has this name"),
         ({"adapter_method": "layer_rates:decay=2"}, "layer_rates:decay=2 is not between 0 and 1"),
         (
             {"adapter_method": "layer_rates", "lora_rank": 2},

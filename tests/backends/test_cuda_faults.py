@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from contextlib import nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -400,6 +401,20 @@ def test_what_failed_within_a_capture_is_what_is_reported(cuda):
     wrong.clear()
     stream.failed = False
     program()
+
+
+def test_python_is_called_each_time_between_graphs(cuda):
+    backend, counts = cuda.CudaBackend(), {"before": 0, "python": 0, "after": 0}
+    backend._streams = {"main": Stream()}
+
+    def count(name):
+        counts[name] += 1
+
+    launches = [Launch(partial(count, name), is_python=name == "python") for name in counts]
+    run = backend.program(launches)
+    for _ in range(5):
+        run()
+    assert counts == {"before": 2, "python": 5, "after": 2}, "once as launches, once to be captured"
 
 
 def test_bits_that_will_not_repeat_and_kernels_that_are_not_kept_are_reported(cuda, monkeypatch):
