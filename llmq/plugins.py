@@ -86,8 +86,8 @@ def called(what: str, item: Callable[..., Any], *about: Any, **own: Any) -> Any:
         raise
     except Exception as error:
         places = [(one.f_code.co_filename, line) for one, line in _frames(error)][1:]
-        own = [line for file, line in places if file == places[0][0]]  # the last of them: what it called may be NumPy's
-        place = f" in {places[0][0]}, line {own[-1]}" if own else ""
+        lines = [line for file, line in places if file == places[0][0]]  # the last: what it called may be NumPy's
+        place = f" in {places[0][0]}, line {lines[-1]}" if lines else ""
         raise PluginError(f"the plug-in {what} failed{place}: {type(error).__name__}: {error}") from error
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from llmq.blocks.head import CrossEntropy, LogitsReader
 from llmq.blocks.own_loss import OwnLoss
 from llmq.errors import UsageError
+from llmq.ops.reference.cross_entropy import OWN_ARRAYS
 from llmq.plugins import Table, called, split, table
-from llmq.tensor import IGNORED
+from llmq.tensor import DTYPES, IGNORED
 
 if TYPE_CHECKING:
     from llmq.options.maths import LossOptions
@@ -37,6 +38,10 @@ class Loss:
         made: LogitsReader = LOSSES.call(self.name, vocab_size, z_loss)
         return made
 
+    def logit_bytes(self, dtype: str) -> int:
+        """What a logit in this dtype takes of a chunk's memory."""
+        return DTYPES[dtype].itemsize
+
     def check(self, vocab_size: int) -> None:
         """Nothing: readers are ops, with tests of their own."""
 
@@ -53,6 +58,10 @@ class FunctionLoss(Loss):
         if z_loss:
             raise UsageError(f"--z-loss {z_loss:g} is a term of cross_entropy: leave it out, or add it to {self.name}")
         return OwnLoss(self.of_chunk, vocab_size)
+
+    def logit_bytes(self, dtype: str) -> int:
+        """With what the function is taken to need, in f32."""
+        return super().logit_bytes(dtype) + OWN_ARRAYS * DTYPES["fp32"].itemsize
 
     def of_chunk(self, xp: Any, logits: Any, targets: Any) -> tuple[Any, Any]:
         """Losses (M,) and d_logits (M,V), both 0 where a target is ignored. UsageError for what has other shapes."""

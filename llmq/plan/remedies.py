@@ -21,7 +21,6 @@ from llmq.plan.plan import Plan, Scratch, make_plan, scratch_storage
 from llmq.plan.precision import Precision
 from llmq.plan.spec import Spec
 from llmq.stores.sharding import ALONE
-from llmq.tensor import DTYPES
 
 Changes = Mapping[str, Any]  # options by key; None: leave it out
 Remedy = Callable[[Spec], Spec]
@@ -253,7 +252,7 @@ def _is_cut(spec: Spec, terms: Terms) -> bool:
 
 def _fewest(spec: Spec, terms: Terms) -> int:
     """Chunks of the logits where their number is not given."""
-    logit_bytes = padded_vocab(spec.config) * DTYPES[spec.precision.model].itemsize
+    logit_bytes = padded_vocab(spec.config) * spec.loss.logit_bytes(spec.precision.model)
     tokens = spec.batch_size * spec.seq_len
     return max(fewest_chunks(tokens, logit_bytes, terms.gpu_bytes), spec.memory.seq_tiles)
 

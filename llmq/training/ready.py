@@ -132,12 +132,13 @@ class Facts:
         dtypes = dtypes or precision.resolve(options.precision, self.config)
         hyper = optimizer.resolve(options.optimizer)
         precision.refuse_unkept(options.precision, hyper.rule)
+        reader = loss.resolve(options.loss)
         limits = memory.resolve(
             options.memory,
             hyper.rule,
             batch_size=b,
             seq_len=t,
-            logit_bytes=padded_vocab(self.config) * DTYPES[dtypes.model].itemsize,
+            logit_bytes=padded_vocab(self.config) * reader.logit_bytes(dtypes.model),
             gpu_bytes=self.gpu_bytes,
             own_master=dtypes.has_own_master,
             micro_steps=micro_steps,
@@ -156,7 +157,7 @@ class Facts:
             self.completions,
             adapters.resolve(options.adapters, self.config, self.steps),
             regularization(options.regularization),
-            loss.resolve(options.loss),
+            reader,
         )
 
     def limits(self, options: Options, backend: Backend, micro_steps: int) -> Limits:

@@ -175,6 +175,13 @@ def test_what_does_not_go_with_a_function_is_said(given, tmp_path):
         refuse_local(Options.parse({**config.options, "data": "d", "gpus": 2}))
 
 
+def test_logits_come_in_more_chunks_where_a_function_needs_room():
+    shape = {"model": "Qwen2.5-0.5B", "from_scratch": True, "gpu": "H200", "seq_len": 1024, "batch_size": 8}
+    with tables_kept():
+        plans = [llmq.Trainer(**shape, loss=loss).plan(console=io.StringIO()) for loss in ("cross_entropy", by_hand)]
+    assert [plan.spec.memory.head_chunks for plan in plans] == [1, 16]
+
+
 @pytest.mark.gpu
 def test_a_gpu_trains_as_the_cpu(given):
     """In graphs around the function, which may have a state that no graph would know of."""
