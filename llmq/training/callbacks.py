@@ -7,8 +7,9 @@ evaluation with the run and the record. Callbacks run on the first rank; what th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -123,9 +124,13 @@ class EarlyStopping(Callback):
 CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping})
 
 
-def asked(options: StoppingOptions) -> list[Callback | RunFunction]:
-    """The callbacks that the options ask for. PluginError."""
-    return [*(CALLBACKS.call(text) for text in options.callback or ()), *early_stopping(options)]
+def in_turn(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> list[Callback | RunFunction]:
+    """The callbacks and those that the options ask for, in the order in which they are called: early stopping goes by
+    what others log. UsageError for what is no list of them; PluginError."""
+    if not isinstance(callbacks, Iterable):
+        raise UsageError(f"callbacks is {callbacks!r}: give a list of them")
+    named = (CALLBACKS.call(text) for text in options.callback or ())
+    return sorted((*callbacks, *named, *early_stopping(options)), key=lambda one: isinstance(one, EarlyStopping))
 
 
 def early_stopping(options: StoppingOptions) -> list[EarlyStopping]:
@@ -343,6 +348,11 @@ def _named(callbacks: Sequence[Callback | RunFunction]) -> Iterator[tuple[str, C
             raise UsageError(
                 f"{one!r} is no callback: give a function f(run, record), or an object with one of {', '.join(MOMENTS)}"
             )
+        unknown = [name for name in dir(one) if name.startswith("on_") and name not in MOMENTS]
+        if isinstance(one, Callback) and unknown:
+            near = get_close_matches(unknown[0], MOMENTS, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(MOMENTS)}"
+            raise UsageError(f"the callback {type(one).__name__} has {unknown[0]}, which is never called: {fix}")
         kind = type(one).__name__ if is_object else getattr(one, "__qualname__", type(one).__name__)
         counts[kind] = counts.get(kind, 0) + 1
         found: Any = one if is_object else _Function(one)  # type: ignore[arg-type]

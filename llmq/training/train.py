@@ -18,7 +18,7 @@ from llmq.files.huggingface import finish_model
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.options.parse import Options
 from llmq.plugins import naming_plugins
-from llmq.training.callbacks import Callback, Callbacks, RunFunction, asked
+from llmq.training.callbacks import Callback, Callbacks, RunFunction, in_turn
 from llmq.training.hooks import REASONS, Hook
 from llmq.training.interrupt import Interrupt
 from llmq.training.log import RunLog
@@ -53,7 +53,7 @@ def run(
         ranks.on_lost = lambda lost: log.end("failed", error=lost)
         stack.enter_context(_hold(options, log, ranks))
         stack.enter_context(naming_plugins())
-        called = [*callbacks, *asked(options.stopping)] if ranks.is_first else []
+        called = in_turn(callbacks, options.stopping) if ranks.is_first else []
         ready = ranks.in_turn(lambda: prepare(options, log, ranks), partial(_choices, has_callbacks=bool(called)))
         if ready.is_dry:
             return TrainResult(plan=ready.plan)

@@ -38,6 +38,8 @@ def test_a_process_beside_this_one_trains_with_it(given):
         given, callbacks=[lambda run, record: seen.append(record.step) or (run.step == 3 and run.stop("x"))]
     )
     assert (result.steps, result.stopped_by, result.exit_code) == (3, "x", 0) and alone is None
+    assert result.history.steps("loss").tolist() == [1, 2, 3] and result.best_step == 3 and result.warnings == ()
+    assert result.memory["planned"] > 0 and result.log_path.is_file() and result.model_path.is_dir()
     assert seen == [1, 2, 3, 3] and (Path("runs/run") / "rank-00001.log").is_file()
     again = on_two({**given, "continue": "newest"})
     assert again.steps == 4 and again.model_path.is_dir() and weights_of(again.checkpoint_path)

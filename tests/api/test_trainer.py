@@ -1,9 +1,11 @@
 """`Trainer`: the runs of the command from Python, on data that the caller holds."""
 
+import asyncio
 import gc
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -260,28 +262,56 @@ def test_a_plan_needs_no_data(given):
     assert Trainer(**given).plan(console=io.StringIO()).total_bytes > 0 and not Path("runs").exists()
 
 
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+
+
 @pytest.mark.slow
-def test_runs_leave_a_process_as_it_was(given):
-    """Twenty, after the first; a twenty-first after one that failed, and one in a thread."""
+def test_a_hundred_runs_leave_a_process_as_it_was(given):
+    """Descriptors, threads, signal handlers, and memory: Python's objects, and what the process holds."""
 
     def left():
         gc.collect()
-        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-        return len(os.listdir("/proc/self/fd")), handlers, [thread.name for thread in threading.enumerate()]
+        return len(os.listdir("/proc/self/fd")), handlers(), [thread.name for thread in threading.enumerate()]
+
+    def held():
+        return len(gc.get_objects()), int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     given |= {"steps": 1, "eval_every_n_steps": 0}
-    first = weights(quiet(given, ROWS))
-    before = left()
-    for _ in range(20):
+    for _ in range(10):  # caches fill up
+        quiet(given, ROWS)
+    before, (objects, resident) = left(), held()
+    for _ in range(100):
         quiet(given, ROWS)
     assert left() == before
-    with pytest.raises(ZeroDivisionError):
-        quiet(given, ROWS, callbacks=[lambda run, record: 1 / 0])
-    found = []
-    thread = threading.Thread(target=lambda: found.append(weights(quiet(given, ROWS))))
-    thread.start()
-    thread.join()
-    assert found == [first] and left() == before
+    more_objects, more_resident = held()
+    assert more_objects - objects < 50 and more_resident - resident < 32 << 20
+
+
+@pytest.mark.parametrize("where", ["thread", "loop", "after an error"])
+def test_a_run_is_the_same_wherever_it_is_called(given, where):
+    """In a thread, where no signals can be heard; in a running event loop, as in a notebook's cell; after a failure."""
+    given |= {"steps": 2, "eval_every_n_steps": 0}
+    first, before, found = weights(quiet(given, ROWS)), handlers(), []
+
+    def work():
+        found.append(weights(quiet(given, ROWS)))
+
+    async def cell():
+        work()
+        await asyncio.sleep(0)
+
+    if where == "thread":
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    elif where == "loop":
+        asyncio.run(cell())
+    else:
+        with pytest.raises(ZeroDivisionError):
+            quiet(given, ROWS, callbacks=[lambda run, record: 1 / 0])
+        work()
+    assert found == [first] and handlers() == before
 
 
 def test_a_config_and_options_are_one(given):

@@ -148,6 +148,17 @@ def test_what_is_no_callback_is_refused(given, wrong):
         llmq.train(**given, callbacks=[wrong])
 
 
+def test_what_would_never_be_called_is_refused(given):
+    class Misspelt(Callback):
+        def on_steps(self, run, record):
+            """Never called."""
+
+    with pytest.raises(UsageError, match=r"Misspelt has on_steps, which is never called: did you mean on_step\?"):
+        llmq.train(**given, callbacks=[Misspelt()])
+    with pytest.raises(UsageError, match=r"callbacks is .*: give a list of them"):
+        llmq.train(**given, callbacks=Callback())
+
+
 class Counts(Callback):
     """Counts the steps of all processes."""
 
@@ -189,7 +200,7 @@ def test_early_stopping_waits_for_its_patience(given, how):
     if how == "options":
         result = llmq.train(**given, **options, callbacks=[Metric()])
     else:
-        result = llmq.train(**given, callbacks=[Metric(), EarlyStopping(3, "score")])
+        result = llmq.train(**given, callbacks=[EarlyStopping(3, "score"), Metric()])  # which it is called after
     assert result.steps == 8 and result.stopped_by == "score has not improved in 3 evaluations: 5, best 5"
     assert saved() == [8] and result.model_path.is_dir()
 
@@ -197,9 +208,12 @@ def test_early_stopping_waits_for_its_patience(given, how):
 def test_early_stopping_continues_over_a_resume(given):
     given |= {"eval_every_n_steps": 1, "ckpt_interval": 1, "ckpt_keep_n": 0, "early_stopping_patience": 3}
     given |= {"early_stopping_metric": "score", "callbacks": [Metric()]}
-    assert llmq.train(**given).steps == 8
+    whole = llmq.train(**given)
+    weights = weights_of(whole.checkpoint_path)
+    assert whole.steps == 8
     for step in (4, 6, 7):
         again = llmq.train(**{**given, "overwrite": True, "continue": step})
+        assert weights_of(again.checkpoint_path) == weights
         assert (again.steps, again.history.steps("loss").tolist()) == (8, [*range(step + 1, 9)])
 
 

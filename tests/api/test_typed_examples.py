@@ -1,0 +1,42 @@
+"""The examples of the docs under mypy's strict rules, with the types that the package ships."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmq
+
+ROOT = Path(llmq.__file__).parents[1]
+WRONG = """import llmq
+
+llmq.Trainer(model="m").train([], callbacks=5)
+llmq.Config(model="m").replace(steps=1).steps
+"""
+
+
+@pytest.mark.slow
+def test_the_examples_are_typed(tmp_path):
+    """And mistakes are found, so that the types are no `Any`."""
+    assert (ROOT / "llmq" / "py.typed").is_file()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        if blocks:
+            (tmp_path / f"example_{page.stem}.py").write_text("\n".join(blocks))
+    (tmp_path / "wrong.py").write_text(WRONG)
+    files = sorted(path.name for path in tmp_path.glob("*.py"))
+    cache = ROOT / ".mypy_cache" / "examples"  # without it this takes a minute
+    about = ["--strict", "--follow-imports=silent", "--config-file=", f"--cache-dir={cache}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", *about, *files],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "example_python.py" in files and not done.stderr
+    found = [line.partition(": error: ") for line in done.stdout.splitlines() if ": error: " in line]
+    assert [place for place, *_ in found] == ["wrong.py:3", "wrong.py:4"], done.stdout
