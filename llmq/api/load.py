@@ -12,13 +12,14 @@ import numpy as np
 
 from llmq.api.tokens import TokenRules
 from llmq.backends import open_backend
-from llmq.engine.advice import Limits, refuse_if_too_large
+from llmq.engine.advice import Limits, lacking, refuse_if_too_large
 from llmq.engine.reading import ModelReader
-from llmq.errors import UsageError
+from llmq.errors import MemoryLimitError, UsageError
 from llmq.generation.weights import ModelWeights
 from llmq.hardware import device as hardware
 from llmq.model.optimizer import Hyperparameters
 from llmq.plan.memory import Memory
+from llmq.plan.plan import Plan
 from llmq.plan.precision import Precision
 from llmq.plan.reading import plan_reading
 from llmq.plan.spec import Spec
@@ -26,6 +27,8 @@ from llmq.tensor import IGNORED
 
 if TYPE_CHECKING:
     from llmq.generation.prompts import Answer
+
+FEWER, SHORTEST = 4, 32  # rows are padded to at most FEWER times their tokens, or to SHORTEST
 
 
 def load(
@@ -78,8 +81,11 @@ class LoadedModel:
         spec = Spec(self.config, about, Memory(), Hyperparameters(), *sizes, adapters=weights.adapters)
         backend = open_backend(where.backend)
         plan = plan_reading(spec, backend.scratch_bytes)
+        self._where = where
         refuse_if_too_large(plan, Limits(hardware.memory_bytes(where)[1]))
-        self._reader = ModelReader(plan, backend, weights.values()(plan.rows), num_virtual=num_virtual)
+        self._reader = ModelReader(plan, backend, num_virtual)
+        self._reader.load(weights.values()(plan.rows))
+        self._readers = {self.seq_len: self._reader}  # by the most tokens of a row
         cell = import_module("cupy").empty(1, np.int64) if where.kind == "cuda" else None
         self._rules = TokenRules(self.config.vocab_size, self.seq_len, self.config.max_position, cell)
 
@@ -104,7 +110,7 @@ class LoadedModel:
         `input_ids` and `labels`, which are the tokens themselves or -100. NaN without trained tokens."""
         total, count = 0.0, 0
         for tokens, targets in self._rules.labelled(rows, self.batch_size):
-            total -= float(self._reader.view_rows("score", tokens, targets).sum(dtype=np.float64))
+            total -= float(self._reader_of(tokens).view_rows("score", tokens, targets).sum(dtype=np.float64))
             count += int((targets != IGNORED).sum())
         return total / count if count else float("nan")
 
@@ -128,12 +134,30 @@ class LoadedModel:
         goals = None if targets is None else self._rules.rows("targets", targets, or_ignored=True)[0]
         if goals is not None and goals.shape != ids.shape:
             raise UsageError(f"targets are {goals.shape}, and tokens {ids.shape}: give one for each token")
+        reader = self._reader_of(ids)
         if copy:
-            found = self._reader.read_rows(name, ids, goals)
-        elif len(ids) > (size := self._reader.batch_size(name)):
+            found = reader.read_rows(name, ids, goals)
+        elif len(ids) > (size := reader.batch_size(name)):
             raise UsageError(f"copy=False is for one batch, and these are {len(ids)} rows in batches of {size}")
         else:
-            found = self._reader.view_rows(name, ids, goals)
+            found = reader.view_rows(name, ids, goals)
             if isinstance(found, np.ndarray):
                 found.flags.writeable = False
         return found[0] if is_one else found
+
+    def _reader_of(self, ids: Any) -> ModelReader:
+        """What reads rows as long as these (B,T): made when the first come, where there is memory for it."""
+        length = self.seq_len
+        while length >= FEWER * max(ids.shape[1], SHORTEST):
+            length = -(-length // FEWER)
+        if length not in self._readers:
+            try:
+                self._readers[length] = self._reader.shorter(length, self._check)
+            except MemoryLimitError:
+                self._readers[length] = self._reader
+        return self._readers[length]
+
+    def _check(self, plan: Plan) -> None:
+        """MemoryLimitError where a plan beside the first one does not fit."""
+        if lack := lacking(plan, Limits(hardware.memory_bytes(self._where)[1])):
+            raise MemoryLimitError(lack)

@@ -22,7 +22,6 @@ from llmq.errors import UsageError
 from llmq.model.rope import rope_table
 from llmq.plan.build import build_decoder, rows_of
 from llmq.plan.decoding import Decoding, DecodingRecordings, completions_of, prompt_name
-from llmq.plan.names import storage_name
 from llmq.plan.passes.fates import Fates
 from llmq.plan.passes.forms import forms, prune
 from llmq.plan.passes.fuse import fuse
@@ -66,14 +65,12 @@ class Generator(StoredPlan):
     def on(cls, holder: StoredPlan, decoding: Decoding, check: Callable[[Plan], None]) -> Generator:
         """One that writes with the frozen weights of another plan on memory; `check` gets its plan without them."""
         backend = holder._backend
-        whole = plan_generation(decoding, backend.scratch_bytes)
-        assert whole.weights == holder.plan.weights, "another model, adapter or dtype"
-        lent = {storage_name(ref) for ref in whole.weights.values()}
-        own = {name: ref for name, ref in whole.persistent.items() if name not in lent}
-        check(plan := replace(whole, persistent=own))
-        generator = cls(plan, decoding, backend)
-        generator._memory.borrow(lent, holder._memory)
-        return generator
+
+        def opened(plan: Plan) -> Generator:
+            check(plan)
+            return cls(plan, decoding, backend)
+
+        return holder.lend(plan_generation(decoding, backend.scratch_bytes), opened)
 
     def _begin(self, decoding: Decoding) -> None:
         spec = decoding.spec

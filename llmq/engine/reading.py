@@ -1,6 +1,9 @@
 """A plan of reading on memory: rows of tokens in, and logits, log p of targets, or hidden states out."""
 
-from collections.abc import Iterable, Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ from llmq.engine.stored import StoredPlan
 from llmq.model.rope import rope_table
 from llmq.plan.names import storage_name
 from llmq.plan.plan import Plan
+from llmq.plan.reading import plan_reading
 from llmq.row import Row
 from llmq.tensor import IGNORED, Ref
 
@@ -17,18 +21,29 @@ from llmq.tensor import IGNORED, Ref
 class ModelReader(StoredPlan):
     """Runs the programs of `plan_reading`. Results are arrays of the device."""
 
-    def __init__(
-        self, plan: Plan, backend: Backend, parameters: Iterable[tuple[Row, np.ndarray]], *, num_virtual: int = 0
-    ) -> None:
-        """With the weights in `parameters`, whole and padded, of any float dtype; rows begin with virtual tokens."""
+    def __init__(self, plan: Plan, backend: Backend, num_virtual: int) -> None:
+        """Without weights; rows begin with `num_virtual` virtual tokens."""
         super().__init__(plan, backend)
         spec, self._num_virtual = plan.spec, num_virtual
-        self._set(parameters, plan.rows)
         self.write(self._cells.read_rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
         for name in plan.programs:
             positions = self._cells[name].positions
             if self._has(positions):
                 self.write(positions, np.broadcast_to(np.arange(spec.seq_len), positions.shape))
+
+    def load(self, parameters: Iterable[tuple[Row, np.ndarray]]) -> None:
+        """Sets the weights from whole parameters (padded, any float dtype)."""
+        self._set(parameters, self.plan.rows)
+
+    def shorter(self, seq_len: int, check: Callable[[Plan], None]) -> ModelReader:
+        """One with these weights that reads rows of fewer tokens; `check` gets its plan without them."""
+        spec = replace(self.plan.spec, seq_len=seq_len + self._num_virtual)
+
+        def opened(plan: Plan) -> ModelReader:
+            check(plan)
+            return ModelReader(plan, self._backend, self._num_virtual)
+
+        return self.lend(plan_reading(spec, self._backend.scratch_bytes), opened)
 
     def read_rows(self, name: str, tokens: Any, targets: Any = None) -> Any:
         """A copy of what a program leaves of rows of tokens (n,T), a batch of them at a time: logits (n,T,V), score

@@ -5,8 +5,9 @@ Of many ranks each sets and reads its share.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
 from llmq.row import Row
 from llmq.tensor import Ref
+
+Lent = TypeVar("Lent", bound=BoundPlan)
 
 
 class StoredPlan(BoundPlan):
@@ -61,6 +64,15 @@ class StoredPlan(BoundPlan):
                 copy[...] = mine
                 mine = copy
             yield name, mine
+
+    def lend(self, whole: Plan, opened: Callable[[Plan], Lent]) -> Lent:
+        """Another plan on memory, with the weights that this one holds, frozen: `opened` gets its plan without them."""
+        assert whole.weights == self.plan.weights, "another model, adapter or dtype"
+        lent = {storage_name(ref) for ref in whole.weights.values()}
+        own = {name: ref for name, ref in whole.persistent.items() if name not in lent}
+        made = opened(replace(whole, persistent=own))
+        made._memory.borrow(lent, self._memory)
+        return made
 
     def _set(self, parameters: Iterable[tuple[Row, Values]], expected: Iterable[Row]) -> None:
         """Sets masters, or what is held of frozen rows, from the values of all `expected` rows."""

@@ -17,7 +17,7 @@ SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuD
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    write_weights(folder(place / "source", **SHAPE), place / "base")
+    write_weights(folder(place / "source", max_position=4 * T, **SHAPE), place / "base")
     return place / "base"
 
 
@@ -86,6 +86,17 @@ def test_ids_on_the_gpu_stay_there_and_views_take_no_memory(model_folder, monkey
         assert bool((view == wanted[name]).all()), name
         assert not cupy.shares_memory(view, wanted[name])
     assert all(bool((cupy.asarray(found) == wanted[name]).all()) for name, found in on_host.items())
+
+
+def test_short_rows_are_read_beside_long_ones(model_folder):
+    """By a plan of their own, in bf16, between calls of the one whose weights it has."""
+    mine = llmq.load(model_folder, device="cuda", batch_size=2, seq_len=4 * T)
+    other = llmq.load(model_folder, device="cpu", batch_size=2, seq_len=4 * T)
+    for length in (T, 4 * T, T, 3 * T, 5):
+        ids = np.random.default_rng(length).integers(0, V, (3, length))
+        for name in ("logits", "score", "hidden"):
+            found = getattr(mine, name)(ids).get().astype(np.float32)
+            np.testing.assert_allclose(found, getattr(other, name)(ids), atol=0.05)
 
 
 def test_wrong_ids_on_the_gpu_are_named(model_folder):

@@ -10,6 +10,7 @@ from tiny_engines import tiny
 from tiny_runs import folder, on_weights, write_weights
 
 import llmq
+from llmq.engine.reading import ModelReader
 from llmq.errors import UsageError
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import padded_vocab
@@ -25,7 +26,7 @@ T, V = 24, 97
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
-    write_weights(folder(place / "source"), place / "base")
+    write_weights(folder(place / "source", max_position=512), place / "base")
     return place / "base"
 
 
@@ -59,6 +60,26 @@ def test_a_row_is_the_same_alone_shorter_and_in_any_batch(model):
         alone = model.logits(row), model.score(row), model.hidden(row)
         assert all(np.array_equal(one, many[index]) for one, many in zip(alone, whole, strict=True))
     np.testing.assert_allclose(model.hidden(ids[:, :7]), whole[2][:, :7], atol=1e-6)
+
+
+@pytest.mark.parametrize("short_of_memory", [False, True])
+def test_short_rows_are_padded_to_few_tokens(model_folder, monkeypatch, short_of_memory):
+    """By a plan of a quarter of the tokens, and one of a quarter of these, beside the weights that are there."""
+    model = llmq.load(model_folder, device="cpu", batch_size=2, seq_len=510)
+    plain = llmq.load(model_folder, device="cpu", batch_size=2, seq_len=40)
+    read = []
+    run = ModelReader.run
+    monkeypatch.setattr(ModelReader, "run", lambda self, name: (read.append(self.plan.spec.seq_len), run(self, name)))
+    monkeypatch.setattr("llmq.generation.weights.ModelWeights.values", None)
+    if short_of_memory:
+        monkeypatch.setattr("llmq.hardware.device.memory_bytes", lambda device: (2**30, 2**10))
+    for name in ("logits", "score", "hidden"):
+        for length in (3, 32, 33, 40):
+            ids = tokens(3, length)
+            np.testing.assert_allclose(getattr(model, name)(ids), getattr(plain, name)(ids), atol=2e-6)
+    assert {*read} == ({510, 40} if short_of_memory else {32, 128, 40})
+    model.score(tokens(1, 128)), model.score(tokens(1, 129))
+    assert read[-2:] == [510, 510] if short_of_memory else [128, 510]
 
 
 def test_targets_may_be_others_or_ignored(model):
@@ -203,6 +224,11 @@ def test_an_adapter_goes_with_it(tmp_path, monkeypatch, how):
     assert model.logits(ids).shape == plain.logits(ids).shape and not np.allclose(model.logits(ids), plain.logits(ids))
     wanted = np.take_along_axis(log_softmax(model.logits(ids))[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(model.score(ids)[:, :-1], wanted, atol=2e-6)
+    monkeypatch.setattr("llmq.api.load.SHORTEST", 2)
+    with warnings.catch_warnings(record=True):
+        long = llmq.load("base", adapter=result.model_path, device="cpu", seq_len=60)
+    np.testing.assert_allclose(long.score(ids), model.score(ids), atol=2e-6)
+    assert [*long._readers] == [60, 15]
     about = {"max_tokens": 4, "ignore_end": True}
     mine, other = model.generate([1, 2], **about), llmq.generate("base", [1, 2], adapter=result.model_path, **about)
     assert mine[0].logprobs == other[0].logprobs
