@@ -61,10 +61,11 @@ def attention_forward(module: torch.nn.Module) -> Forward:
     theirs = own.__globals__[TURN]
 
     def turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        if not takes(q, k) or cos.dtype not in (q.dtype, torch.float32):
+        if not takes(q, k):
             return theirs(q, k, cos, sin)
         # The heads of a token lie together in memory, of which attention has a transposed view.
-        return tuple(x.transpose(1, 2) for x in rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin))
+        heads = rope(q.transpose(1, 2), k.transpose(1, 2), cos.to(q.dtype), sin.to(q.dtype))
+        return tuple(x.transpose(1, 2) for x in heads)
 
     # Where there is no `__name__`, TorchDynamo looks names up in this scope, and not in transformers' module.
     scope = {name: value for name, value in own.__globals__.items() if name != "__name__"}

@@ -42,7 +42,8 @@ def quantize_e4m3(x: torch.Tensor, columns: bool) -> Three:
     run("amax_scale", (scale,), (flat,), limit=LARGEST["e4m3"])
     copies = [Copy(rows, scale, ROWS, flat.shape, NAMES[x.dtype])]
     if columns:
-        turned[:, len(rows) :] = 0
+        if turned.shape[1] > len(rows):
+            turned[:, len(rows) :] = 0
         copies.append(Copy(turned[:, : len(rows)], scale, COLUMNS, flat.shape, NAMES[x.dtype]))
     run("cast", (tuple(copies),), (flat,))
     return rows, turned, scale

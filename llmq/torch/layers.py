@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from llmq.torch.kernels import ready, run
+from llmq.torch.kernels import ALIGNMENT, ready, run
 from llmq.torch.library import op
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -94,8 +94,13 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 def _turned(name: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
     out = _like(q), _like(k)
-    run(name, out, (ready(q), ready(k), ready(cos), ready(sin)))
+    run(name, out, (_heads(q), _heads(k), ready(cos), ready(sin)))
     return out
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """Heads in whatever order they lie, each in one piece."""
+    return x if x.stride(-1) == 1 and not x.data_ptr() % ALIGNMENT else ready(x)
 
 
 # SwiGLU
