@@ -51,7 +51,8 @@ REGISTERS = {
         ),
         40: (
             "absmax_mean add amax amax_scale bias_backward cache_write error_total importance low_rank_sums pack "
-            "scale_columns_sum square sum_weight virtual_tokens_sum"
+            "rope_heads scale_columns_sum square sum_weight swiglu_apart_backward swiglu_apart_forward "
+            "virtual_tokens_sum"
         ),
         48: "dropout embedding_forward fold importance_of_columns importance_of_rows qk_norm_forward sum_pieces",
         56: "held_amax transpose unpack",
@@ -315,6 +316,12 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             d_gain = (out((c,), "fp32", None), read(x), read(x), noted.tensor((c,), "fp32"))
             ops.scale_columns_backward(out(x, dtype, *forms), *d_gain)
             ops.scale_columns_backward(out(x, dtype, *forms, COLSUM), *d_gain)
+            act, halves = (b, t, f), [read((b, t, f)) for _ in range(3)]
+            ops.swiglu_apart_forward(out(act, dtype, None), *halves[:2])
+            ops.swiglu_apart_backward(out(act, dtype, None), out(act, dtype, None), *halves)
+            q, k, angles = (b, t, hq, hd), (b, t, hkv, hd), [read((1, t, hd)) for _ in "cs"]
+            ops.rope_heads_forward(out(q, dtype, None), out(k, dtype, None), read(q), read(k), *angles)
+            ops.rope_heads_backward(out(q, dtype, None), out(k, dtype, None), read(q), read(k), *angles)
             ops.rope_forward(out(qkv, dtype, None), read(qkv), table, tokens, **heads)
             ops.rope_backward(out(qkv, dtype, *forms, COLSUM), read(qkv), table, tokens, **heads)
             ops.qk_norm_backward(out(qkv, dtype, *forms), *weights, read(qkv), *normed, stat, **heads)

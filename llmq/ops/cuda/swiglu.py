@@ -1,9 +1,13 @@
-"""SwiGLU on the GPU; see cuda/swiglu.cu."""
+"""SwiGLU on the GPU; see cuda/swiglu.cu and cuda/swiglu_apart.cu."""
+
+import math
 
 import numpy as np
 
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+
+APART_PACKS = 2  # of a thread (swiglu_apart.cu)
 
 
 def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
@@ -23,3 +27,21 @@ def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Te
     blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, gpu.TILE_ROWS)
     arguments = (*outputs, *read, np.int64(rows))
     gpu.launch("swiglu", entry, blocks, gpu.TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
+
+
+def swiglu_apart_forward(act: Output, /, gate: Tensor, up: Tensor) -> None:
+    """act (...,F) <- gate, up like act."""
+    _launch_apart("swiglu_apart_forward", (act,), (gate, up))
+
+
+def swiglu_apart_backward(d_gate: Output, d_up: Output, /, d_act: Tensor, gate: Tensor, up: Tensor) -> None:
+    """d_gate, d_up (...,F) <- d_act, gate, up like d_gate."""
+    _launch_apart("swiglu_apart_backward", (d_gate, d_up), (d_act, gate, up))
+
+
+def _launch_apart(entry: str, written: tuple[Output, ...], read: tuple[Tensor, ...]) -> None:
+    kind, count = gpu.type_of(*written, *read), math.prod(read[0].shape)
+    number = gpu.access(count, kind)
+    blocks = -(-count // (gpu.TILE_THREADS * APART_PACKS * number))
+    arguments = (*written, *read, np.int64(count))
+    gpu.launch("swiglu_apart", entry, blocks, gpu.TILE_THREADS, arguments, {"T": kind, "N": number})
