@@ -48,6 +48,8 @@ def test_a_model_reads_as_in_transformers(config, seed, tmp_path):
     tokens, targets = (np.concatenate(parts)[:3] for parts in zip(*batches, strict=True))
     model = llmq.load(tmp_path / "model", device="cpu", batch_size=2, seq_len=LENGTH + 3)
     assert_reads_as(model, theirs, tokens, targets)
+    ours = torch.from_dlpack(model.score(*map(torch.from_numpy, (tokens, targets))))
+    assert torch.equal(ours, torch.from_numpy(model.score(tokens, targets)))
     named = dict(theirs.named_parameters())
     assert all(np.array_equal(value, named[name].detach()) for name, value in model.parameters())
     assert {name for name, _ in model.parameters()} == named.keys()

@@ -18,7 +18,7 @@ CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged of DLPack
 NONE = 2**62  # past every place of an array
 CHECK = """
     long long value = id;
-    if ((value < 0 || value >= size) && !(or_ignored && value == ignored)) atomicMin(&first[0], (long long)i);
+    if ((value < 0 || value >= num_ids) && !(or_ignored && value == ignored)) atomicMin(&first[0], (long long)i);
 """
 
 
@@ -121,5 +121,5 @@ def _on_gpu(values: Any) -> Any:
 
 @cache
 def _check() -> Any:
-    names = "T id, int64 size, bool or_ignored, int64 ignored"
+    names = "T id, int64 num_ids, bool or_ignored, int64 ignored"
     return import_module("cupy").ElementwiseKernel(names, "raw int64 first", CHECK, "first_wrong")

@@ -213,10 +213,11 @@ def test_rows_that_are_none_are_refused(model, rows, match):
         model.loss(rows)
 
 
-@pytest.mark.parametrize("how", ["lora_rank", "prompt_tuning"])
+@pytest.mark.parametrize("how", [{"lora_rank": 4}, {"prompt_tuning": 4}, {"lora_rank": 4, "base_dtype": "nf4"}])
 def test_an_adapter_goes_with_it(tmp_path, monkeypatch, how):
+    """On the base that it was trained on, of which a quantized one has other values."""
     monkeypatch.chdir(tmp_path)
-    result = llmq.train(**{**on_weights(tmp_path), how: 4, "eval_file": None, "packing": "windows"})
+    result = llmq.train(**{**on_weights(tmp_path), **how, "packing": "windows"})
     with warnings.catch_warnings(record=True):
         plain = llmq.load("base", device="cpu", seq_len=16)
         model = llmq.load("base", adapter=result.model_path, device="cpu", seq_len=16)
@@ -229,6 +230,11 @@ def test_an_adapter_goes_with_it(tmp_path, monkeypatch, how):
         long = llmq.load("base", adapter=result.model_path, device="cpu", seq_len=60)
     np.testing.assert_allclose(long.score(ids), model.score(ids), atol=2e-6)
     assert [*long._readers] == [60, 15]
+    if "lora_rank" in how:
+        file = np.fromfile("eval.bin", "<u2", offset=1024)[: 5 * 16 + 1].astype(int)
+        assert long.loss([file[start : start + 17] for start in range(0, 80, 16)]) == pytest.approx(
+            result.eval_loss, abs=1e-5
+        )
     about = {"max_tokens": 4, "ignore_end": True}
     mine, other = model.generate([1, 2], **about), llmq.generate("base", [1, 2], adapter=result.model_path, **about)
     assert mine[0].logprobs == other[0].logprobs
