@@ -26,12 +26,15 @@ _TABLES: dict[str, Table[Any]] = {}
 class Table(dict[str, Item]):
     """All of one kind by name: `ours`, and the plug-ins that this process has registered (`local`) or found installed.
 
-    A name that is not there is looked for among entry points; KeyError if it is not there either.
+    A name that is not there is looked for among entry points; KeyError if it is not there either. A plug-in has the
+    attributes that it `needs`, and what is made by calling it those that it `gives`.
     """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.ours, self.local = kind, dict[str, Item](), set[str]()
+        self.needs: tuple[str, ...] = ()
+        self.gives: tuple[str, ...] = ()
 
     def __missing__(self, name: str) -> Item:
         """Imports an installed plug-in. PluginError if that fails."""
@@ -39,12 +42,13 @@ class Table(dict[str, Item]):
         if len({one.value for one in found}) > 1:
             raise PluginError(f"{self.kind} {name} is a plug-in of {' and '.join(map(_origin, found))}: uninstall one")
         try:
-            self[name] = item = found[0].load()
+            item: Item = found[0].load()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise PluginError(
                 f"the plug-in {self.kind} {name} of {_origin(found[0])} is not imported: {why}"
             ) from error
+        self[name] = _checked(f"{self.kind} {name} is", item, self.needs)
         return item
 
     def has(self, name: str) -> bool:
@@ -67,7 +71,7 @@ class Table(dict[str, Item]):
         """Adds a plug-in of this process, or replaces one. UsageError for a name of ours."""
         if name in self.ours:
             raise UsageError(f"{self.kind} {name} is llmq's own: register yours under another name")
-        self[name] = item
+        self[name] = _checked(f"{self.kind} {name} is", item, self.needs)
         self.local.add(name)
 
     def call(self, text: str, *about: Any, by: Callable[[Any], Any] = lambda item: item) -> Any:
@@ -75,7 +79,16 @@ class Table(dict[str, Item]):
         PluginError for what it raises."""
         name, own = split(text)
         item = by(self[name])
-        return item(*about) if name in self.ours and not own else called(f"{self.kind} {text}", item, *about, **own)
+        if name in self.ours and not own:
+            return item(*about)
+        return _checked(f"{self.kind} {text} gives", called(f"{self.kind} {text}", item, *about, **own), self.gives)
+
+
+def _checked(what: str, found: Any, attributes: tuple[str, ...]) -> Any:
+    """What was found. PluginError where it lacks an attribute."""
+    if absent := [name for name in attributes if not hasattr(found, name)]:
+        raise PluginError(f"the plug-in {what} {found!r}, which has no {', '.join(absent)}")
+    return found
 
 
 def called(what: str, item: Callable[..., Any], *about: Any, **own: Any) -> Any:
@@ -91,11 +104,14 @@ def called(what: str, item: Callable[..., Any], *about: Any, **own: Any) -> Any:
         raise PluginError(f"the plug-in {what} failed{place}: {type(error).__name__}: {error}") from error
 
 
-def table(kind: str, ours: Mapping[str, Any] | None = None) -> Table[Any]:
-    """The table of a kind, with these of llmq's own."""
+def table(
+    kind: str, ours: Mapping[str, Any] | None = None, *, needs: tuple[str, ...] = (), gives: tuple[str, ...] = ()
+) -> Table[Any]:
+    """The table of a kind, with these of llmq's own, and what its plug-ins need and give."""
     found = _TABLES.setdefault(kind, Table(kind))
     found.update(ours or {})
     found.ours.update(ours or {})
+    found.needs, found.gives = needs or found.needs, gives or found.gives
     return found
 
 

@@ -44,6 +44,8 @@ METHODS: Table[type[Method]] = table(
         "prefix_tuning": Prefix,
         "train_only": PartOfModel,
     },
+    needs=("of_options", "peft_types"),
+    gives=("rows", "site"),
 )
 NAMES_AND_SIZES = re.compile(r"(?<=^missing: )\S+|^(?!missing: )\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.

@@ -32,7 +32,8 @@ def register(kind: str, name: str, item: Any) -> None:
     backend: what returns a Backend (llmq/backends/__init__.py). op: a function with a record (llmq/ops/seam.py), under
     its own name; kernel: what launches an op on the GPU. `own` are the options after the name: `lion:beta_1=0.9`.
 
-    A name that is registered again is that of the new item. UsageError for an unknown kind, and for names of ours.
+    A name that is registered again is that of the new item. UsageError for an unknown kind, and for names of ours;
+    PluginError for an item that is nothing of the kind.
     """
     if kind not in TABLES:
         near = get_close_matches(kind, TABLES, n=1)

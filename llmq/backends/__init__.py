@@ -206,4 +206,6 @@ def _planned(asked: Settings) -> Backend:
     return cast("Backend", made)
 
 
-BACKENDS: Table[Callable[..., Backend]] = table("backend", {"cpu": _host, "cuda": _cuda, "planned": _planned})
+BACKENDS: Table[Callable[..., Backend]] = table(
+    "backend", {"cpu": _host, "cuda": _cuda, "planned": _planned}, gives=("memory", "program")
+)

@@ -317,4 +317,5 @@ FAMILIES: Table[Family] = table(
         "Qwen2ForCausalLM": Qwen("qwen2", _WINDOWS, facts={"qkv_bias": True}, takes=frozenset({"attention_bias"})),
         "Qwen3ForCausalLM": Qwen("qwen3", {**_WINDOWS, "head_dim": 128}, facts={"qk_norm": True}),
     },
+    needs=("model_type", "rows"),
 )

@@ -8,4 +8,4 @@ from llmq.optimizers.sgd import Sgd
 from llmq.plugins import Table, table
 
 # By the value of --optimizer: the rule, from the options of that section by name, and as keywords a plug-in's own.
-RULES: Table[Callable[..., Rule]] = table("optimizer", {"adamw": AdamW.of, "sgd": Sgd.of})
+RULES: Table[Callable[..., Rule]] = table("optimizer", {"adamw": AdamW.of, "sgd": Sgd.of}, gives=("states", "update"))

@@ -128,7 +128,7 @@ Paths = Annotated[tuple[Path, ...], one_or_more(str, os.PathLike), Field(min_len
 
 @dataclass(frozen=True)
 class Named:
-    """Checks the name of one of `ours` of a kind, or of a plug-in, which is imported, with its own options."""
+    """Checks the name of one of `ours` of a kind, or of a plug-in, with its own options."""
 
     kind: str
     ours: tuple[str, ...] = ()
@@ -143,8 +143,6 @@ class Named:
                 raise PydanticCustomError("literal_error", "unknown", {"value": name, "known": known})
             if name in self.ours and own and self.kind != "callback":
                 raise UsageError(f"the options of {name} are flags of their own: give no others with the name")
-            if name not in self.ours:
-                plugins[name]
         return value
 
 

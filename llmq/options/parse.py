@@ -53,7 +53,7 @@ from llmq.options.run import (
     StoppingOptions,
     SystemOptions,
 )
-from llmq.plugins import split
+from llmq.plugins import split, table
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
 ALTERNATIVES = (
@@ -123,6 +123,7 @@ class Options:
 
         What is given overrides the file, and takes back alternatives that the file has. None is the same as not given,
         where the default is None. UsageError lists everything that is wrong at once, after the caller's own `problems`.
+        Plug-ins that are named are imported; PluginError if that fails.
         """
         errors = list(problems)
         values, places = _read(given, errors)
@@ -143,7 +144,10 @@ class Options:
         templates = {key: getattr(sections[section], key) for section, key in PATHS_WITH_NAME}
         found = {key: descriptions()[key] for key in given_keys}
         closed = {key for key, d in found.items() if getattr(sections[d.section], d.field) != OPEN.get(key)}
-        return cls(**_with_name(sections), templates=templates, given=frozenset(closed), notices=tuple(notices))
+        made = cls(**_with_name(sections), templates=templates, given=frozenset(closed), notices=tuple(notices))
+        for _, kind, name in plugins_of(made.to_flat()):
+            table(kind)[name]  # imported, before anything asks which ops there are
+        return made
 
     def to_flat(self) -> dict[str, Any]:
         """Every option by its key, as JSON knows it (tuples are lists, absent is None)."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # A class of LogitsReader, made from the vocabulary's size, the weight of the z-loss and as keywords its own options; or
 # a function (xp, logits, targets, own options) of a chunk of M tokens, which returns losses (M,) and the gradient of
 # their sum (M,V): `xp` is NumPy or CuPy, logits (M,V) are f32, targets (M,) int32 are -100 where none is trained.
-LOSSES: Table[Any] = table("loss", {"cross_entropy": CrossEntropy})
+LOSSES: Table[Any] = table("loss", {"cross_entropy": CrossEntropy}, needs=("__call__",))
 
 TOKENS, COLUMNS, STEP, SPREAD = 6, 8, 1e-2, 3.0  # of the check: rows, logits of each, difference, size of logits
 OFF_ALL, OFF_OWN = 2e-3, 1e-2  # tolerance: of the largest difference of all, and of the logit's own

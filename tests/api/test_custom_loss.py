@@ -8,7 +8,7 @@ import pytest
 from in_process import train_on_ranks
 from installed_plugins import tables_kept
 from safetensors.numpy import load_file
-from tiny_runs import hash_of, on_weights, write_documents
+from tiny_runs import folder, hash_of, on_weights, write_documents
 
 import llmq
 from llmq.api.ranks import refuse_local
@@ -69,8 +69,8 @@ def test_cross_entropy_by_hand_is_that_of_llmq(given, case):
         # Adam makes more of a difference in gradients that are nearly 0.
         bound = 1e-5 if case == "fused" else 1e-6
         np.testing.assert_allclose(own.history[name], ours.history[name], rtol=0, atol=bound)
-    folder = "merged" if "merge" in given else "."
-    ends, other = (load_file(run.model_path / folder / "model.safetensors") for run in (ours, own))
+    place = "merged" if "merge" in given else "."
+    ends, other = (load_file(run.model_path / place / "model.safetensors") for run in (ours, own))
     for name, value in ends.items():
         np.testing.assert_allclose(other[name], value, rtol=0, atol=1e-4, err_msg=name)
 
@@ -183,7 +183,7 @@ def test_logits_come_in_more_chunks_where_a_function_needs_room():
 
 
 @pytest.mark.gpu
-def test_a_gpu_trains_as_the_cpu(given):
+def test_a_gpu_trains_as_the_cpu(given, tmp_path):
     """In graphs around the function, which may have a state that no graph would know of."""
     calls = []
 
@@ -191,7 +191,8 @@ def test_a_gpu_trains_as_the_cpu(given):
         calls.append(xp.__name__)
         return by_hand(xp, logits, targets)
 
-    given |= {"steps": 4, "model_dtype": "fp32"}
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuDNN and 16-byte accesses take
+    given |= {"model": str(folder(tmp_path / "for the GPU", **shape)), "from_scratch": True, "steps": 4}
     found = {}
     for name, changes in {"cpu": {}, "cuda": {"device": "cuda", "lmhead_chunks": 2}}.items():
         found[name] = llmq.train(**{**given, **changes, "name": name}, loss=loss).history

@@ -173,6 +173,9 @@ def test_what_cannot_be_registered():
         llmq.register("optimizer", "adamw", None)
     with pytest.raises(UsageError, match="cannot be called 'a:b'"):
         llmq.register("loss", "a:b", None)
+    for kind, lacks in {"loss": "__call__", "family": "model_type", "method": "of_options", "op": "record"}.items():
+        with pytest.raises(PluginError, match=f"the plug-in {kind} x is 3, which has no {lacks}"):
+            llmq.register(kind, "x", 3)
 
 
 class Failing(llmq.Callback):
@@ -196,6 +199,9 @@ def test_an_error_names_its_plugin(given):
     assert Path("runs/run/checkpoints/step-00000003").is_dir()
     with pytest.raises(PluginError, match=r"the plug-in callback failing:of=3 failed: TypeError: .*'of'"):
         llmq.train(**{**given, "name": "other"}, callback="failing:of=3")
+    llmq.register("optimizer", "none", lambda options: None)
+    with pytest.raises(PluginError, match="the plug-in optimizer none gives None, which has no states, update"):
+        llmq.train(**{**given, "name": "none"}, optimizer="none")
     with pytest.raises(ZeroDivisionError, match="mine"):
         llmq.train(**{**given, "name": "mine"}, callback="failing:at=9", callbacks=[lambda *about: _raise("mine")])
 
@@ -242,8 +248,11 @@ def test_wrong_names_and_options(given, installed, tmp_path, monkeypatch, change
     write_metadata(tmp_path / "other", "llmq-broken", "optimizer.broken = no_such_module:f\nloss.two = math:sin\n")
     write_metadata(tmp_path / "other", "llmq-second", "loss.two = math:cos\n")
     monkeypatch.syspath_prepend(tmp_path / "other")
-    with pytest.raises((UsageError, PluginError), match=match):
+    with pytest.raises((UsageError, PluginError), match=match) as caught:
         llmq.train(**{**given, **changes})
+    assert isinstance(caught.value, PluginError) == (
+        " of llmq-" in str(caught.value) or " failed: " in str(caught.value)
+    )
 
 
 def test_other_ranks_find_what_is_installed_alone(given, installed):

@@ -19,4 +19,5 @@ OPS: Table[Callable[..., None]] = table(
         for name, value in vars(module).items()
         if isinstance(getattr(value, "record", None), OpRecord)
     },
+    needs=("record",),
 )
