@@ -19,6 +19,7 @@ KEPT = "tests/training/test_training_kept.py"
 LOADER = "tests/data/batches/test_loader.py"
 OPTIMIZER = "tests/ops/test_optimizer.py"
 ATTENTION = "tests/ops/test_attention.py"
+LOAD = "tests/api/test_load.py"
 
 
 @dataclass(frozen=True)
@@ -210,5 +211,17 @@ FAULTS = {
         "llmq.files.huggingface:_row_slices",
         ("tests/files/test_huggingface.py",),
         lambda real, row, value, dtype: real(row, value.T.reshape(value.shape), dtype),
+    ),
+    # reading
+    "virtual_tokens_are_scored": Fault(
+        "llmq.engine.reading:ModelReader._places",
+        (LOAD,),
+        lambda real, reader, ids: (slice(len(ids)), slice(0, ids.shape[1])),
+    ),
+    "any_id_is_read": Fault(
+        "llmq.api.tokens:TokenRules._first_wrong", (LOAD,), lambda real, rules, ids, *, or_ignored: None
+    ),
+    "text_of_other_weights": Fault(
+        "llmq.backends.host:HostMemory.borrow", (LOAD,), lambda real, memory, names, other: real(memory, [], other)
     ),
 }
