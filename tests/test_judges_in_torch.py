@@ -1,7 +1,9 @@
 """`llmq.torch` beside transformers, its Trainer, TRL and PEFT, live, on tiny models of every family."""
 
 import copy
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,47 @@ def test_what_is_left_is_named():
         patch_model(other, strict=True)
     with pytest.raises(UsageError, match="linear='int8'"):
         patch_model(made(), linear="int8")
+
+
+def test_libraries_that_are_missing_are_named(monkeypatch):
+    model = made()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match="pip install transformers"):
+        patch_model(model)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "llmq.torch")
+    with pytest.raises(UsageError, match="pip install torch"):
+        importlib.import_module("llmq.torch")
+
+
+def test_ops_are_what_torch_asks_of_them():
+    """Schema, fake kernel, gradient and tracing of each op."""
+    torch.manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    cases = {
+        "rmsnorm": (drawn(2, 3, 16), drawn(16), 1e-5),
+        "rope": (drawn(2, 3, 4, 8), drawn(2, 3, 1, 8), torch.rand(1, 3, 8), torch.rand(1, 3, 8)),
+        "swiglu": (drawn(2, 3, 16), drawn(2, 3, 16)),
+        "linear_cross_entropy": (
+            drawn(6, 16),
+            drawn(24, 16),
+            torch.randint(0, 24, (6,), dtype=torch.int32),
+            True,
+            True,
+        ),
+        "lora_linear": (drawn(2, 3, 16), drawn(24, 16), drawn(24), drawn(4, 16), drawn(24, 4), 2.0),
+        "quantize_e4m3": (torch.randn(2, 3, 16), True),
+    }
+    for name, given in cases.items():
+        torch.library.opcheck(getattr(torch.ops.llmq, name).default, given)
+    x, weight = drawn(2, 8, 16), drawn(32, 16)
+    rows, columns, scale = torch.ops.llmq.quantize_e4m3(x.detach(), True)
+    w_rows, _, w_scale = torch.ops.llmq.quantize_e4m3(weight.detach(), False)
+    given = (x, weight, drawn(32), rows, columns, scale, w_rows, w_scale)
+    torch.library.opcheck(torch.ops.llmq.linear_e4m3.default, given)
 
 
 def test_a_quantized_map_is_left():

@@ -31,7 +31,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
 def _backward(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     # In place: a second gradient of the weight would be the largest tensor of the step. The gradients are this node's
     # own, and of a graph that is kept (`retain_graph`) torch refuses a second pass, as they have changed.
-    scale = torch.mul if torch.compiler.is_compiling() else torch.Tensor.mul_
+    # A graph that is traced decides by itself what it overwrites.
+    scale = torch.Tensor.mul_ if type(d_loss) is torch.Tensor else torch.mul
     found = (
         scale(gradient, d_loss.to(gradient.dtype)) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)

@@ -200,7 +200,10 @@ def _pattern(name: str) -> str:
 
 def _check_libraries(base: torch.nn.Module) -> None:
     """UsageError for a model on a GPU without what launches kernels there."""
-    missing = [name for name in ("cupy", "cuda") if find_spec(name) is None]
+    # The last part first: a checkout of llmq has a folder named cuda.
+    missing = [
+        name for name in ("cupy", "cuda.bindings") if not (find_spec(name.partition(".")[0]) and find_spec(name))
+    ]
     if missing and any(parameter.is_cuda for parameter in base.parameters()):
         what = f"kernels on CUDA need CuPy and NVRTC, and the module {missing[0]} is not there"
         raise UsageError(f"{what}: pip install 'llmq-train[cuda13]', or [cuda12]")
