@@ -3,6 +3,7 @@
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import tiny_options, weights_of
 
@@ -13,6 +14,7 @@ from llmq.comm.launch import LocalRank
 from llmq.errors import UsageError, WorldError
 from llmq.options.parse import Options, arguments_of
 from llmq.training.ranks import joined
+from llmq.training.records import TrainRecord
 from llmq.training.train import run
 
 
@@ -33,15 +35,23 @@ def on_two(given, **more):
 @pytest.mark.slow
 def test_a_process_beside_this_one_trains_with_it(given):
     alone = llmq.train(**given, name="alone", console=io.StringIO()) if "name" not in given else None
-    seen = []
-    result = on_two(
-        given, callbacks=[lambda run, record: seen.append(record.step) or (run.step == 3 and run.stop("x"))]
-    )
+    seen, asked, ids = [], [], np.random.default_rng(0).integers(0, 97, 100)
+
+    def looks(run, record):
+        seen.append(record.step)
+        asked.append((run.evaluate(ids), run.parameter("model.norm.weight").sum(), run.generate([1, 2], max_tokens=3)))
+        if run.step == 3:
+            assert asked[-1][0] != run.evaluate() and (isinstance(record, TrainRecord) or run.evaluate() == record.loss)
+            run.stop("x")
+
+    result = on_two({**given, "sample_length": 8, "zero_level": 3}, callbacks=[looks])
+    assert np.isfinite([loss for loss, *_ in asked]).all() and len({total for _, total, _ in asked}) == 3
+    assert all(len(answer.tokens) == 3 for *_, (answer,) in asked)
     assert (result.steps, result.stopped_by, result.exit_code) == (3, "x", 0) and alone is None
     assert result.history.steps("loss").tolist() == [1, 2, 3] and result.best_step == 3 and result.warnings == ()
     assert result.memory["planned"] > 0 and result.log_path.is_file() and result.model_path.is_dir()
     assert seen == [1, 2, 3, 3] and (Path("runs/run") / "rank-00001.log").is_file()
-    again = on_two({**given, "continue": "newest"})
+    again = on_two({**given, "sample_length": 8, "zero_level": 3, "continue": "newest"})
     assert again.steps == 4 and again.model_path.is_dir() and weights_of(again.checkpoint_path)
 
 

@@ -273,6 +273,29 @@ def test_a_fresh_run_keeps_the_log_of_an_earlier_one(tmp_path: Path) -> None:
     assert "log.jsonl.2" in read_log(path).events[0]["text"]
 
 
+def test_a_resume_drops_what_belongs_to_later_steps(tmp_path: Path) -> None:
+    """Numbers of callbacks, completions and errors of copies; what happened stays."""
+    path = tmp_path / "log.jsonl"
+    about = {"metrics": {"values": {"a": 1, "b": 2.5}}, "samples": {"samples": []}, "fp8": {"copies": []}}
+    with RunLog(options(path), io.StringIO()) as log:
+        log.begin()
+        for step in (4, 5):
+            for kind, facts in about.items():
+                log.record(kind, step=step, **facts)
+            log.notice("here")
+        log.record("metrics", step=4, values={"a": math.nan})
+    with RunLog(options(path), io.StringIO()) as log:
+        log.begin(resume_step=4)
+        log.record("metrics", step=5, values={"b": 7})
+    found = read_log(path)
+    kinds = [event["type"] for event in found.events]
+    assert kinds == ["metrics", "samples", "fp8", "notice", "notice", "metrics", "resume", "metrics"]
+    assert {name: [part.tolist() for part in parts] for name, parts in found.metrics.items()} == {
+        "a": [[4], [pytest.approx(math.nan, nan_ok=True)]],
+        "b": [[4, 5], [2.5, 7.0]],
+    }
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
