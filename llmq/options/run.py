@@ -59,6 +59,9 @@ class LogOptions(Section):
         None, "Complete this file's prompts (lines of text, or JSON lines) at every evaluation.", shown="off"
     )
     sample_tokens: Positive = option(64, "Most new tokens of a completion of --sample-prompts.")
+    sample_temperature: NonNegative = option(
+        0.0, "Divide logits by this before drawing completions; 0 takes the most likely tokens."
+    )
     sample_length: Annotated[Int, Field(ge=2)] | None = option(
         None, "Most tokens of a prompt and its answer that callbacks have the model write.", shown="off"
     )

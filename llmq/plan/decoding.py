@@ -35,14 +35,15 @@ class Decoding:
 
 
 def completions_of(spec: Spec) -> Decoding | None:
-    """What a run that trains by `spec` writes: greedy, by the sites of its evaluations. None: nothing."""
+    """What a run that trains by `spec` writes, by the sites of its evaluations. None: nothing."""
     if spec.completions is None:
         return None
     sizes = {"batch_size": spec.completions.sequences, "seq_len": spec.completions.length}
     # Chunks are of attention's backward, and there is none.
     whole = replace(spec.memory, attention_chunks=1)
     own = replace(spec.without_noise(), **sizes, memory=whole, packing=None, completions=None)  # type: ignore[arg-type]
-    return Decoding(own, Sampling(), (spec.completions.row,), spec.completions.packed)
+    sampling = Sampling(temperature=spec.completions.temperature, seed=spec.seed)
+    return Decoding(own, sampling, (spec.completions.row,), spec.completions.packed)
 
 
 def prompt_name(length: int) -> str:

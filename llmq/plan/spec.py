@@ -35,7 +35,8 @@ UNREGULARIZED = Regularization()
 
 @dataclass(frozen=True)
 class Completions:
-    """What a run writes after prompts while it trains: `sequences` at a time, of at most `length` tokens.
+    """What a run writes after prompts while it trains: `sequences` at a time, of at most `length` tokens, drawn at a
+    `temperature`.
 
     Prompts are read in rows of `row` tokens; `packed`: several in a row. `options` ask for it.
     """
@@ -45,6 +46,7 @@ class Completions:
     row: int
     packed: bool
     options: tuple[str, ...] = ()
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -211,16 +211,17 @@ class Run:
         return math.nan if self._ready.data.eval is None else float(self._ask("loss", None))
 
     def generate(
-        self, prompts: object, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()
+        self, prompts: object, *, max_tokens: int | None = None, stop: str | Sequence[str] = (), samples: int = 1
     ) -> list[Answer]:
-        """Answers of the model as it is now: its most likely tokens, at most `max_tokens` (None: --sample-tokens).
+        """Answers of the model as it is now, of at most `max_tokens` (None: --sample-tokens): its most likely tokens,
+        or `samples` answers to each prompt, drawn at --sample-temperature.
 
         `prompts` are a text, a chat, token ids, or a list of these; the texts `stop` end an answer. UsageError in a run
         without --sample-length, for prompts that are too long for it, and for text without a tokenizer.
         """
         most = self._ready.options["sample_tokens"] if max_tokens is None else max_tokens
-        found = prompts_of(self._ready, prompts, most)
-        answers: list[Answer] = self._ask("texts", found, most, [stop] if isinstance(stop, str) else list(stop))
+        found, stops = prompts_of(self._ready, prompts, most, samples), [stop] if isinstance(stop, str) else list(stop)
+        answers: list[Answer] = self._ask("texts", found, most, self.step, stops, samples)
         return answers
 
     def parameter(self, name: str) -> np.ndarray:

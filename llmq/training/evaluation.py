@@ -21,6 +21,7 @@ from llmq.errors import UsageError
 from llmq.files.source import ModelSource
 from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces
 from llmq.generation.text import row_length, stop_tokens
+from llmq.options.commands import STREAMS
 from llmq.plan.spec import Completions
 from llmq.screen import Report, counted, unreported
 from llmq.tensor import IGNORED
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from llmq.training.ready import Ready
 
 AT_A_TIME = 8  # sequences that are completed at once: more would take a larger cache from training
+PROMPTS_OF_STEP = 2**10  # numbers of sequences, which address what is drawn, from one step to the next
 MULTIPLE = 4  # of sequences, as fp8 products with a scale per block need
 
 
@@ -108,8 +110,9 @@ def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """What the model writes while it trains, greedily: after prompts of --sample-prompts, if there are any, at most
-    `max_tokens`; and what callbacks ask. A prompt and its answer have at most `length` tokens."""
+    """What the model writes while it trains, drawn at a `temperature` (0: greedily): after prompts of --sample-prompts,
+    if there are any, at most `max_tokens`; and what callbacks ask. `length` are the tokens of a prompt and its answer.
+    """
 
     questions: Sequence[Question]
     prompts: Sequence[Sequence[int]]
@@ -118,6 +121,7 @@ class SamplePrompts:
     reader: PromptReader
     stop: frozenset[int]
     of_callbacks: bool
+    temperature: float
 
     def completions(self, *, packed: bool) -> Completions:
         """What the plan has to hold for them; `packed`: whether the device can read several prompts in a row."""
@@ -125,25 +129,33 @@ class SamplePrompts:
         sequences = min(AT_A_TIME, most)
         row = row_length([*self.prompts, *[range(self.length - 1)] * self.of_callbacks], sequences)
         asked = {"sample_prompts": bool(self.prompts), "sample_length": self.of_callbacks}
-        return Completions(sequences, self.length, row, packed, tuple(name for name, given in asked.items() if given))
+        options = tuple(name for name, given in asked.items() if given)
+        return Completions(sequences, self.length, row, packed, options, self.temperature)
 
     def answers(
         self,
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
+        step: int,
         stop: Sequence[str] = (),
+        samples: int = 1,
         *,
         ends: Callable[[], bool] = lambda: False,
         report: Report = unreported,
     ) -> list[Answer]:
-        """Answers to prompts, of which texts `stop` end some, in order; those before the run `ends`."""
+        """Some `samples` of answers to each prompt, of which texts `stop` end some, in order; those before the run
+        `ends`. What is drawn is another at each step, and the same in a resumed run."""
         special, texts = self.reader.stops(stop)
-        over = set[int]()
-        found = generate(Generator.beside(engine), prompts, max_tokens=max_tokens, stop=self.stop | special, over=over)
+        over, ends_at = set[int](), self.stop | special
+        places = [(number, sample) for number in range(len(prompts)) for sample in range(samples)]
+        numbers = [step * PROMPTS_OF_STEP + number + sample * STREAMS for number, sample in places]
+        each = [prompts[number] for number, _ in places]
+        writer = Generator.beside(engine)
+        found = generate(writer, each, max_tokens=max_tokens, stop=ends_at, over=over, numbers=numbers)
         seen = takewhile(lambda _: not ends(), counted(found, None, report))
-        places = [(number, 0) for number in range(len(prompts))]
-        return list(in_order(pieces(self.reader, seen, places, max_tokens, over, stop=texts), len(prompts)))
+        written = pieces(self.reader, seen, places, max_tokens, over, stop=texts)
+        return list(in_order(written, len(prompts), samples))
 
 
 class SampleHook(Hook):
@@ -158,7 +170,7 @@ class SampleHook(Hook):
             return
         step = run.progress.step
         with self._log.task("Completing prompts") as report:
-            answers = asked.answers(run.engine, asked.prompts, asked.max_tokens, ends=self._ends, report=report)
+            answers = asked.answers(run.engine, asked.prompts, asked.max_tokens, step, ends=self._ends, report=report)
         samples = [
             {**question.shown, "text": answer.text, "new_tokens": answer.tokens, "end": answer.finish_reason}
             for question, answer in zip(asked.questions, answers, strict=False)
@@ -199,4 +211,5 @@ def open_samples(
         )
     length = max([log.sample_length or 0, *(len(prompt) + max_tokens for prompt in prompts)])
     ends = stop_tokens(config, source.folder, tokenizer)
-    return SamplePrompts(questions, prompts, max_tokens, length, reader, ends, log.sample_length is not None)
+    about = (log.sample_length is not None, log.sample_temperature)
+    return SamplePrompts(questions, prompts, max_tokens, length, reader, ends, *about)

@@ -90,34 +90,37 @@ def _parameter(run: Ready, engine: Engine, own: None, name: str) -> np.ndarray:
     return engine.parameter(name)
 
 
-def prompts_of(run: Ready, asked: object, max_tokens: int) -> list[list[int]]:
+def prompts_of(run: Ready, asked: object, max_tokens: int, samples: int) -> list[list[int]]:
     """Questions of a Python caller as tokens. UsageError for what the run has no room for."""
-    if (samples := run.samples) is None:
+    if (written := run.samples) is None:
         raise UsageError(
             "run.generate() needs a cache of keys and values in the plan of the run: add --sample-length N "
             "(sample_length=N), the most tokens of a prompt and its answer"
         )
     if max_tokens < 1:
         raise UsageError(f"run.generate(max_tokens={max_tokens}): use 1 or more")
-    prompts = [list(samples.reader.tokens(question)) for question in questions_of(asked)]
+    if samples < 1 or (samples > 1 and not written.temperature):
+        raise UsageError(
+            f"run.generate(samples={samples}): use 1; or more in a run with a --sample-temperature above 0, without "
+            "which they would be the same"
+        )
+    prompts = [list(written.reader.tokens(question)) for question in questions_of(asked)]
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise UsageError(f"run.generate(): prompt {number} has no tokens: give it some text")
-        if len(prompt) + max_tokens > samples.length:
+        if len(prompt) + max_tokens > written.length:
             raise UsageError(
                 f"run.generate(): prompt {number} has {len(prompt):,} tokens, which with max_tokens={max_tokens} is "
-                f"more than the {samples.length:,} that the plan has room for: use fewer, or a larger --sample-length"
+                f"more than the {written.length:,} that the plan has room for: use fewer, or a larger --sample-length"
             )
     return prompts
 
 
-def _texts(
-    run: Ready, engine: Engine, own: None, prompts: list[list[int]], max_tokens: int, stop: list[str]
-) -> list[Answer]:
+def _texts(run: Ready, engine: Engine, own: None, prompts: list[list[int]], *about: Any) -> list[Answer]:
     """Answers to prompts, which each rank writes for itself."""
     assert run.samples is not None
     with run.log.task("Completing prompts") as report:
-        return run.samples.answers(engine, prompts, max_tokens, stop, report=report)
+        return run.samples.answers(engine, prompts, *about, report=report)
 
 
 WORK: Mapping[str, Callable[..., Any]] = {"loss": _loss, "parameter": _parameter, "texts": _texts}

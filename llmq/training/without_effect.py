@@ -85,7 +85,7 @@ TABLE: tuple[tuple[tuple[str, ...], Callable[[Ready], bool], str], ...] = (
         lambda run: not run.options["eval_every_n_steps"],
         "with --eval-every-n-steps 0",
     ),
-    (("sample_tokens",), lambda run: run.samples is None, "without --sample-prompts"),
+    (("sample_tokens", "sample_temperature"), lambda run: run.samples is None, "without --sample-prompts"),
 )
 
 

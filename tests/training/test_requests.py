@@ -196,6 +196,20 @@ def test_callbacks_have_the_model_write_as_sample_prompts_does(given):
     assert [one.tokens for one in written] == shown[2]
 
 
+def test_answers_may_be_drawn(given):
+    """Others at each step and for each sample, the same in a resumed run; of a low temperature the likeliest."""
+    given |= {"sample_length": 20, "ckpt_interval": 4, "ckpt_keep_n": 0}
+    draws, again, cold = (Writes(max_tokens=6, samples=count) for count in (3, 3, 1))
+    llmq.train(**given, sample_temperature=1.5, callbacks=[draws])
+    assert [len({*found}) for found in draws.found] == [12] * 3 and draws.found[0] != draws.found[1]
+    llmq.train(**{**given, "overwrite": True, "continue": 4}, sample_temperature=1.5, callbacks=[again])
+    assert again.found == draws.found[1:]
+    llmq.train(**{**given, "name": "cold"}, sample_temperature=1e-6, callbacks=[cold])
+    greedy = Writes(max_tokens=6)
+    llmq.train(**{**given, "name": "greedy"}, callbacks=[greedy])
+    assert cold.found == greedy.found
+
+
 def test_text_is_written_by_the_tokenizer_of_the_run(on_text):
     found = {}
 
@@ -212,9 +226,10 @@ def test_text_is_written_by_the_tokenizer_of_the_run(on_text):
 @pytest.mark.parametrize("level", [0, 3])
 def test_ranks_write_together(given, level):
     given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "zero_level": level, "steps": 4}
-    writes, alone = Writes(max_tokens=5), Writes(max_tokens=5)
-    train_on_ranks(2, {**given, "sample_length": 20}, callbacks=[writes])
-    llmq.train(**{**given, "zero_level": 0, "name": "alone"}, sample_length=20, callbacks=[alone])
+    given |= {"sample_length": 20, "sample_temperature": 0.7}
+    writes, alone = Writes(max_tokens=5, samples=2), Writes(max_tokens=5, samples=2)
+    train_on_ranks(2, given, callbacks=[writes])
+    llmq.train(**{**given, "zero_level": 0, "name": "alone"}, callbacks=[alone])
     assert writes.found == alone.found and len(alone.found) == 1
 
 
@@ -224,6 +239,8 @@ def test_ranks_write_together(given, level):
         ({}, {}, r"run.generate\(\) needs a cache .*: add --sample-length N"),
         ({"sample_length": 9}, {"max_tokens": 3}, r"prompt 3 has 8 tokens, which with max_tokens=3 is more than the 9"),
         ({"sample_length": 9}, {"max_tokens": 0}, r"run.generate\(max_tokens=0\): use 1 or more"),
+        ({"sample_length": 9}, {"samples": 2}, r"run.generate\(samples=2\): use 1; or more in a run with"),
+        ({"sample_length": 9, "sample_temperature": 1}, {"samples": 0}, r"run.generate\(samples=0\): use 1"),
         ({"sample_length": 9}, {"prompts": "text", "max_tokens": 1}, "the model has no tokenizer"),
         ({"sample_length": 9}, {"prompts": [[97]], "max_tokens": 1}, "token 97 of a prompt is not in the vocabulary"),
         ({"sample_length": 65}, {}, "--sample-length 65 is more than the 64 positions of"),
