@@ -7,6 +7,7 @@ wait again, until the first rank says that it is done. What is asked is checked 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import eval_batches
 from llmq.data.batches.named_data import open_beside
-from llmq.data.rows.given import placed_beside
+from llmq.data.rows.given import called, placed_beside
 from llmq.engine.engine import Engine
 from llmq.errors import UsageError
 from llmq.generation.prompts import Answer, questions_of
@@ -54,7 +55,8 @@ def batches_of(run: Ready, data: Any) -> tuple[int, Iterable[Batch]]:
     files = [name]
     if not is_tokens:
         room, log = run.data.tokens_per_row, run.log
-        files = open_beside(name, run.asked.source, run.source, room, say=log.say, task=log.task)
+        with called({} if isinstance(data, str | os.PathLike) else {"data": name}):
+            files = open_beside(name, run.asked.source, run.source, room, say=log.say, task=log.task)
     rows, size = run.data.beside("data", files), run.data.batch_size
     batches = eval_batches(rows, size)
     return -(-rows.num_windows // size), batches if run.ranks.size == 1 else list(batches)

@@ -80,6 +80,7 @@ def test_rows_of_a_run_without_held_out_data(on_text):
         ([1], DataError, "data: row 1 is a int"),
         (5, UsageError, "data is a int: give a list"),
         (np.full(9, 500), DataError, "500, but the vocabulary has"),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], DataError, "data:2: token 1 has the id 500, but"),
         ([{"text": "a long document " * 20}], DataError, "data has a document of 32 tokens, and the longest"),
     ],
 )

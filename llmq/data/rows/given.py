@@ -50,12 +50,19 @@ class PlacedData:
         with ExitStack() as stack:
             for name, rows in self.streams.items():
                 stack.enter_context(holding(name, rows))
-            try:
-                yield
-            except DataError as error:
-                for name, file in self.files.items():
-                    error.args = (str(error.args[0]).replace(file, name), *error.args[1:])
-                raise
+            stack.enter_context(called(self.files))
+            yield
+
+
+@contextmanager
+def called(files: Mapping[str, str]) -> Iterator[None]:
+    """Within, errors of data call these files by their names."""
+    try:
+        yield
+    except DataError as error:
+        for name, file in files.items():
+            error.args = (str(error.args[0]).replace(file, name), *error.args[1:])
+        raise
 
 
 def placed(train: Any, val: Any = None) -> PlacedData:
