@@ -6,10 +6,8 @@ An option names a plug-in with options of its own after a colon: `lion:beta_1=0.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,7 +36,7 @@ class Table(dict[str, Item]):
 
     def __missing__(self, name: str) -> Item:
         """Imports an installed plug-in. PluginError if that fails."""
-        found = _installed(tuple(sys.path))[f"{self.kind}.{name}"]
+        found = _installed()[f"{self.kind}.{name}"]
         if len({one.value for one in found}) > 1:
             raise PluginError(f"{self.kind} {name} is a plug-in of {' and '.join(map(_origin, found))}: uninstall one")
         try:
@@ -53,12 +51,12 @@ class Table(dict[str, Item]):
 
     def has(self, name: str) -> bool:
         """Whether there is a plug-in of this name, installed ones included."""
-        return name not in self.ours and (name in self or f"{self.kind}.{name}" in _installed(tuple(sys.path)))
+        return name not in self.ours and (name in self or f"{self.kind}.{name}" in _installed())
 
     def names(self) -> list[str]:
         """All names, installed ones included."""
         start = f"{self.kind}."
-        there = [name.removeprefix(start) for name in _installed(tuple(sys.path)) if name.startswith(start)]
+        there = [name.removeprefix(start) for name in _installed() if name.startswith(start)]
         return list(dict.fromkeys((*self, *there)))
 
     def whole(self) -> Table[Item]:
@@ -133,9 +131,8 @@ def _value(text: str) -> Any:
         return text
 
 
-@cache
-def _installed(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Entry points by name, such as optimizer.lion, of packages on a search path."""
+def _installed() -> dict[str, list[EntryPoint]]:
+    """Entry points by name, such as optimizer.lion."""
     from importlib.metadata import entry_points
 
     found: dict[str, list[EntryPoint]] = {}

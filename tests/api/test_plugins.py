@@ -270,7 +270,6 @@ def test_entry_points_are_read_for_unknown_names_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with tables_kept(), monkeypatch.context() as patch:
         patch.setattr(metadata, "entry_points", lambda **about: _raise("read"))
-        patch.syspath_prepend(tmp_path / "nothing cached")
         llmq.train(**{**tiny_options(tmp_path), "steps": 2})
         with pytest.raises(ZeroDivisionError, match="read"):
             Options.parse({"model": "m", "data": "d", "optimizer": "lion"})

@@ -10,7 +10,7 @@ def focal(xp: Any, logits: Any, targets: Any, gamma: float = 2.0) -> tuple[Any, 
     p = xp.exp(logits - logits.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     own = xp.maximum(p[rows, columns], 1e-30)
-    rest, log = 1 - own, xp.log(own)
+    rest, log = xp.maximum(1 - own, 1e-7), xp.log(own)
     # d loss / d log p, and from that softmax's own gradient, onehot - p.
     slope = gamma * own * rest ** (gamma - 1) * log - rest**gamma if gamma else -xp.ones_like(own)
     d_logits = -slope[:, None] * p
