@@ -355,6 +355,20 @@ def test_lora_over_maps_in_e4m3(before):
     assert found[1].keys() == right[1].keys() and max(errors) < 0.25
 
 
+def test_adapters_that_are_merged_into_maps_in_e4m3():
+    model = adapted(made())
+    patch_model(model, linear="e4m3")
+    before = step(model)[0]
+    model.merge_adapter()
+    merged = model(**batch()).loss.item()
+    model.unmerge_adapter()
+    assert merged == pytest.approx(before, rel=1e-3) and step(model)[0] == pytest.approx(before, rel=1e-5)
+    with model.disable_adapter():
+        base = model(**batch()).loss.item()
+    merged = model.merge_and_unload().train()(**batch()).loss.item()
+    assert merged == pytest.approx(before, rel=1e-3) and abs(merged - base) > 3 * abs(merged - before)
+
+
 @pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch):
     made().save_pretrained(tmp_path / "model")

@@ -211,6 +211,11 @@ def weight_copy(module: Any, dtype: torch.dtype) -> Two:
     return found
 
 
+def forget_copy(module: Any) -> None:
+    """Has the copy of a weight made anew: PEFT merges adapters into weights whose `_version` stays."""
+    vars(module).pop("_llmq_copy", None)
+
+
 def input_copies(x: torch.Tensor, columns: bool, is_shared: bool) -> Three:
     """Copies of what a map reads, which is kept for the next map if that may read it too."""
     if is_shared and not torch.compiler.is_compiling():

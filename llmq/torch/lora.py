@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llmq.torch.forwards import ours
-from llmq.torch.fp8 import input_copies, product, quantize_e4m3, turned, weight_copy
+from llmq.torch.fp8 import forget_copy, input_copies, product, quantize_e4m3, turned, weight_copy
 from llmq.torch.kernels import ready, run, takes
 from llmq.torch.library import op
 
@@ -188,7 +188,12 @@ def lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
     is_shared = getattr(base.forward, "is_shared", None)  # of a map in e4m3
     is_plain = not (args or kwargs or self.disable_adapters or self.merged) and len(names) == 1
     if not is_plain or not takes(read, base.weight) or (is_shared is not None and base.weight.requires_grad):
+        merged = bool(self.merged)  # into a weight that PEFT may take apart again in this call, and has before the next
+        if merged:
+            forget_copy(base)
         own: torch.Tensor = type(self).forward(self, x, *args, **kwargs)
+        if merged:
+            forget_copy(base)
         return own
     (name,) = names
     a, b = self.lora_A[name].weight, self.lora_B[name].weight

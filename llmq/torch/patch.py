@@ -27,7 +27,7 @@ from llmq.torch.forwards import (
     why_mlp_left,
     why_model_left,
 )
-from llmq.torch.fp8 import forward_of, why_map_left
+from llmq.torch.fp8 import forget_copy, forward_of, why_map_left
 from llmq.torch.kernels import NAMES
 from llmq.torch.lora import lora_forward, why_lora_left
 
@@ -80,7 +80,8 @@ class Patch:
     left: dict[str, str] = field(default_factory=dict)
     _model: Any = field(default=None, repr=False)
     _changed: list[tuple[torch.nn.Module, Any]] = field(default_factory=list, repr=False)  # with what they had before
-    _adapters: tuple[str, ...] | None = field(default=None, repr=False)  # None: they are not followed
+    _adapters: tuple[str, ...] = field(default=(), repr=False)
+    _has_lora: bool = field(default=True, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{kind}: {len(names)} replaced" for kind, names in self.replaced.items()]
@@ -96,12 +97,16 @@ class Patch:
             self.replaced.setdefault(kind, []).append(name)
 
     def follow(self) -> None:
-        """Replaces the adapters that have come since."""
-        if self._adapters is not None and (adapters := _adapters(self._model)) != self._adapters:
-            self._adapters = adapters
-            changes, left = _found(self._model, {LORA})
-            self.change(changes)
-            self.left.update(left)
+        """Replaces the adapters that have come since, or forgets those that have been merged and are gone."""
+        adapters = _adapters(self._model)
+        if adapters == self._adapters:
+            return
+        self._adapters = adapters
+        for module in self._model.modules():
+            forget_copy(module)
+        changes, left = _found(self._model, {LORA} if self._has_lora else set())
+        self.change(changes)
+        self.left.update(left)
 
     def undo(self) -> None:
         """Puts every forward back; UsageError, before any is, where another library has replaced one since."""
@@ -149,11 +154,11 @@ def patch_model(
         changes, left = _found(base, kinds)
     if strict and left:
         raise UsageError(f"patch_model(strict=True) replaces everything or nothing:\n{Patch({}, left)}")
-    patch = Patch({}, left, base, [], _adapters(base) if lora else None)
+    patch = Patch({}, left, base, [], _adapters(base), lora)
     if changes:
         _check_libraries(base)
         has_loss = any(change.kind == HEAD for change in changes)
-        if lora and not has_loss:  # adapters that come later are found at calls of the model
+        if not has_loss:  # adapters that come later are found at calls of the model
             patch.change([Change(HEAD, "", base, model_forward(base))])
             patch.replaced.clear()
         base._llmq_patch, base._llmq_loss = patch, has_loss
