@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -114,6 +114,10 @@ class LoadedModel:
             count += int((targets != IGNORED).sum())
         return total / count if count else float("nan")
 
+    @overload
+    def generate(self, prompts: object, *, stream: Literal[False] = False, **settings: Any) -> list[Answer]: ...
+    @overload
+    def generate(self, prompts: object, *, stream: Literal[True], **settings: Any) -> Iterator[Answer]: ...
     def generate(self, prompts: object, **settings: Any) -> list[Answer] | Iterator[Answer]:
         """Answers as those of `llmq.generate`, which see, with the weights that are loaded; `settings` are others than
         those of the model. MemoryLimitError where its cache does not fit beside them."""

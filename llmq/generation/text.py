@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO, overload
 
 from llmq.backends import open_backend
 from llmq.blocks.cached import Sampling
@@ -223,6 +223,14 @@ def _lines() -> Iterator[str]:
             return
 
 
+@overload
+def write(
+    model: str | os.PathLike[str], prompts: object, *, stream: Literal[False] = False, **settings: Any
+) -> list[Answer]: ...
+@overload
+def write(
+    model: str | os.PathLike[str], prompts: object, *, stream: Literal[True], **settings: Any
+) -> Iterator[Answer]: ...
 def write(
     model: str | os.PathLike[str],
     prompts: object,

@@ -14,6 +14,8 @@ WRONG = """import llmq
 
 llmq.Trainer(model="m").train([], callbacks=5)
 llmq.Config(model="m").replace(steps=1).steps
+llmq.generate("m", "Hi")[0].text, llmq.load("m").generate("Hi")[0].text
+llmq.generate("m", "Hi", stream=True)[0]
 """
 
 
@@ -39,4 +41,4 @@ def test_the_examples_are_typed(tmp_path):
     )
     assert "example_python.py" in files and not done.stderr
     found = [line.partition(": error: ") for line in done.stdout.splitlines() if ": error: " in line]
-    assert [place for place, *_ in found] == ["wrong.py:3", "wrong.py:4"], done.stdout
+    assert [place for place, *_ in found] == ["wrong.py:3", "wrong.py:4", "wrong.py:6"], done.stdout

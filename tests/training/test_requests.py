@@ -16,6 +16,7 @@ from llmq import Callback, Trainer
 from llmq.errors import DataError, MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.report.read import read_log
+from llmq.training.ranks import Ranks
 from llmq.training.records import EvalRecord
 
 ROWS = [{"text": f"the number {i}, " * (1 + i % 5)} for i in range(60)]
@@ -135,6 +136,16 @@ def test_all_ranks_do_what_the_callbacks_of_the_first_ask(given, level):
     np.testing.assert_allclose(asks.losses, alone.losses, rtol=1e-5)
     assert np.array_equal(asks.norms[-1], load_file(results[0].model_path / "model.safetensors")["model.norm.weight"])
     assert len({norm.tobytes() for norm in asks.norms}) == 3  # before the first step, and after each
+
+
+def test_an_idle_callback_costs_one_agreement_at_each_moment(given, monkeypatch):
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "steps": 3}
+    agreed, counts, idle = Ranks.agreed, [], lambda run, record: None
+    monkeypatch.setattr(Ranks, "agreed", lambda self, value: counts.append(self.rank) or agreed(self, value))
+    train_on_ranks(2, given)
+    alone, counts[:] = counts.count(1), []
+    train_on_ranks(2, {**given, "name": "beside"}, callbacks=[idle])
+    assert counts.count(0) == counts.count(1) == alone + 6  # at begin and end, three steps, an evaluation
 
 
 def test_rows_reach_all_ranks_from_the_first(on_text):
