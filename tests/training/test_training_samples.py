@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_tokenizers import EOS, byte_level, save
 from tiny_runs import folder, weights_of
@@ -14,6 +15,7 @@ from llmq.generation.text import Writer
 from llmq.hardware import device
 from llmq.options.commands import GenerateOptions
 from llmq.report.read import read_log
+from llmq.training.records import EvalRecord
 
 TOKENS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42], [7]]
 
@@ -49,13 +51,22 @@ def test_completions_come_with_every_evaluation_and_change_no_bit(asked, given):
 @pytest.mark.gpu
 @pytest.mark.parametrize("matmuls", ["bf16", "e4m3"])
 def test_a_gpu_completes_by_the_weights_that_it_trains(asked, given, tmp_path, matmuls):
-    """The last completions are those of the export, and the run has the bits of one without."""
+    """The last completions are those of the export, callbacks get the same, and the run has the bits of one without."""
     shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}  # what cuDNN and 16-byte accesses take
     model = str(folder(tmp_path / "for the GPU", **shape))
     on_it = {"model": model, "device": "cuda", "model_dtype": "bf16", "matmul_dtype": matmuls}
-    result = llmq.train(**{**asked, **on_it})
+    written = {}
+
+    def looks(run, record):
+        if isinstance(record, EvalRecord):
+            assert run.evaluate() == record.loss
+            written[run.step] = [list(one.tokens) for one in run.generate(TOKENS)]
+            assert np.isfinite(run.evaluate(np.arange(90)))
+
+    result = llmq.train(**{**asked, **on_it}, callbacks=[looks])
     found = samples(result)
     assert list(found) == [4, 8, 12] and found[4] != found[12]
+    assert written == {step: [one["new_tokens"] for one in shown] for step, shown in found.items()}
     silent = llmq.train(**{**given, **on_it, "name": "silent"})
     assert weights_of(result.checkpoint_path) == weights_of(silent.checkpoint_path)
     if matmuls == "bf16":
