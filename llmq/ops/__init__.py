@@ -52,7 +52,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'llmq.ops' has no attribute {name!r}")
-    return getattr(import_module("llmq.ops.arrays"), name)
+    globals()[name] = found = getattr(import_module("llmq.ops.arrays"), name)
+    return found
 
 
 def __dir__() -> list[str]:

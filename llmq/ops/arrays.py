@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from llmq.errors import UsageError
@@ -263,9 +264,9 @@ def attention(
     int32 are the first tokens of a row's documents, ascending from 0, then T repeated; lse is (B,T,Hq) then.
     """
     routine = _ATTENTION[0] if borders is None else _ATTENTION_OF_DOCUMENTS[0]
-    qkv = given(qkv, "qkv")
-    numbers = _attention_numbers(qkv.shape, num_heads, num_kv_heads, window, scale)
-    return call(routine, {"qkv": qkv, "borders": borders}, numbers, out, allocate)
+    packed = given(qkv, "qkv")  # beside qkv, which keeps its memory
+    numbers = _attention_numbers(packed.shape, num_heads, num_kv_heads, window, scale)
+    return call(routine, {"qkv": packed, "borders": borders}, numbers, out, allocate)
 
 
 def attention_backward(
@@ -284,9 +285,9 @@ def attention_backward(
 ) -> Array:
     """d_qkv like qkv <- d_att, att (B,T,Hq*Hd), qkv, lse and the rest as in `attention`."""
     routine = _ATTENTION[1] if borders is None else _ATTENTION_OF_DOCUMENTS[1]
-    qkv = given(qkv, "qkv")
-    numbers = _attention_numbers(qkv.shape, num_heads, num_kv_heads, window, scale)
-    inputs = {"d_att": d_att, "qkv": qkv, "att": att, "lse": lse, "borders": borders}
+    packed = given(qkv, "qkv")  # beside qkv, which keeps its memory
+    numbers = _attention_numbers(packed.shape, num_heads, num_kv_heads, window, scale)
+    inputs = {"d_att": d_att, "qkv": packed, "att": att, "lse": lse, "borders": borders}
     return call(routine, inputs, numbers, out, allocate)
 
 
@@ -368,11 +369,11 @@ def linear_cross_entropy(
     wanted = _needed(needs, x="d_x", weight="d_weight")
     if chunk is not None and chunk < 1:
         raise UsageError(f"linear_cross_entropy: a chunk of {chunk} tokens is none: use 1 or more, or None")
-    weight = given(weight, "weight")
-    if vocab_size is not None and not 0 < vocab_size <= weight.shape[0]:
-        raise UsageError(f"linear_cross_entropy: vocab_size {vocab_size}, and weight has {weight.shape[0]} rows")
+    rows = given(weight, "weight")
+    if vocab_size is not None and not 0 < vocab_size <= rows.shape[0]:
+        raise UsageError(f"linear_cross_entropy: vocab_size {vocab_size}, and weight has {rows.shape[0]} rows")
     numbers = {"chunk": chunk, "z_loss": z_loss, "vocab_size": vocab_size}
-    return call(maps.HEAD, {"x": x, "weight": weight, "targets": targets}, numbers, out, allocate, wanted | {"loss"})
+    return call(maps.HEAD, {"x": x, "weight": rows, "targets": targets}, numbers, out, allocate, wanted | {"loss"})
 
 
 def quantize(
@@ -392,13 +393,13 @@ def quantize(
     for name, value, known in (("format", format, LARGEST), ("scaling", scaling, SCALED), ("layout", layout, LAYOUTS)):
         if value not in known:
             raise UsageError(f"quantize: {name} {value!r} is none of {', '.join(known)}")
-    x = given(x, "x")
+    values = given(x, "x")
     wanted = LAYOUTS[layout] - (frozenset() if SCALINGS[scaling].owns_scales or layout != "both" else {"columns_scale"})
     into = None if out is None else (out.rows, out.rows_scale, out.columns, out.columns_scale)
     numbers = {"format": format, "scaling": scaling}
-    rows, rows_scale, columns, columns_scale = call(maps.QUANTIZE, {"x": x}, numbers, into, allocate, wanted)
+    rows, rows_scale, columns, columns_scale = call(maps.QUANTIZE, {"x": values}, numbers, into, allocate, wanted)
     shared = rows_scale if "columns" in wanted and columns_scale is None else columns_scale
-    return Quantized(rows, columns, rows_scale, shared, format, scaling, x.shape, x.dtype)
+    return Quantized(rows, columns, rows_scale, shared, format, scaling, values.shape, values.dtype)
 
 
 def dequantize(copy: Quantized, dtype: str | None = None, *, out: Any = None, allocate: Allocate = None) -> Array:
@@ -422,6 +423,7 @@ def _precision(dtype: str | None, scaling: str, *operands: Any) -> dict[str, Any
     return {"in_fp8": dtype == "e4m3" or any(isinstance(x, Quantized) for x in operands), "scaling": scaling}
 
 
+@cache
 def _needed(needs: tuple[str, ...], **outputs: str) -> frozenset[str]:
     """The outputs that are needed, by the names that callers have for them."""
     if unknown := set(needs) - set(outputs):

@@ -8,10 +8,11 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.ops import on_host
-from llmq.ops.exchange import Operand, empty, operand
+from llmq.ops.exchange import DeviceArray, Operand, empty, operand
 from llmq.ops.routines import Given, Routine, Written
 
 Allocate = Callable[[int], Any] | None
+TAKEN = (Given, Operand, DeviceArray)  # inputs as they are; the first fields of the last two are the same
 MOST_PLANS = 4096  # that are kept: shapes may never repeat
 
 _plans: dict[Any, _Plan] = {}
@@ -21,6 +22,7 @@ _plans: dict[Any, _Plan] = {}
 class _Plan:
     """What calls of equal shapes share: their results (None: unwanted), and what runs them by how their memory lies."""
 
+    device: int | None
     results: dict[str, Written | None]
     bound: dict[Any, Callable[[list[Any], list[Any], Allocate], None]]
 
@@ -34,40 +36,63 @@ def call(
     wanted: frozenset[str] | None = None,
 ) -> Any:
     """Runs a routine on arrays: a tuple of its results, None for those that are not `wanted`, or the only one."""
-    found = {name: x if isinstance(x, Given) else given(x, name) for name, x in inputs.items() if x is not None}
-    into = (None,) * len(routine.outputs) if out is None else out if isinstance(out, tuple | list) else (out,)
-    places = [None if x is None else operand(x, "out") for x in into]
-    facts = tuple([(name, x.shape, x.dtype, x.form, x.data[1:], x.scale and x.scale[1:]) for name, x in found.items()])
-    key = (routine, tuple(numbers.values()), wanted, facts, tuple([None if x is None else x[1:] for x in places]))
+    found = {name: x if type(x) in TAKEN else operand(x, name) for name, x in inputs.items() if x is not None}
+    if out is None:
+        into: Any = (None,) * len(routine.outputs)
+    else:
+        into = (out,) if type(out) is DeviceArray or not isinstance(out, tuple | list) else out
+    places = [x if x is None or type(x) is DeviceArray else operand(x, "out") for x in into]
+    facts = [x.facts if type(x) is Given else x[1:5] for x in found.values()]
+    key = (routine, (*numbers.values(),), wanted, (*found,), (*facts,), *[x and x[1:5] for x in places])
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(_results(routine, found, numbers, places, wanted), {})
-    device = next(iter(found.values())).data.device
+        plan = _planned(key, routine, found, numbers, places, wanted)
+    device = plan.device
     read: list[Any] = []
-    written: list[Any] = []
-    results: list[Any] = []
     for x in found.values():
-        read.append(x.data.place)
-        if x.scale is not None:
-            read.append(x.scale.place)
-    for result, array, place in zip(plan.results.values(), into, places, strict=True):
-        if result is None:
-            results.append(None)
-            continue
-        if place is None:
-            array = empty(result.shape, result.dtypes[0], device)
-            place = operand(array, "out")
-        results.append(array)
-        written.append(place.place)
-    if device is not None:
-        raise UsageError(f"{routine.name}: the functions of llmq.ops take arrays of the CPU, not of GPU {device}")
-    run = plan.bound.get(None)
-    if run is None:
-        run = plan.bound[None] = on_host.bind(routine, found, plan.results, numbers)
-    run(read, written, allocate)
-    return tuple(results) if len(results) > 1 else results[0]
+        read += x.places if type(x) is Given else x[:1]
+    backend: Any = on_host if device is None else _on_cuda()
+    with backend.on(device):
+        made: list[Any] = []
+        written: list[Any] = []
+        for result, array, place in zip(plan.results.values(), into, places, strict=True):
+            if result is None:
+                made.append(None)
+                continue
+            if place is None:
+                array = empty(result.shape, result.dtypes[0], device)
+                place = operand(array, "out")
+            made.append(array)
+            written.append(place[0])
+        layout = backend.layout(read, written)
+        run = plan.bound.get(layout)
+        if run is None:
+            run = plan.bound[layout] = backend.bind(routine, _given(found), plan.results, numbers, layout)
+        run(read, written, allocate)
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+def _planned(
+    key: Any,
+    routine: Routine,
+    found: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    places: list[Any],
+    wanted: frozenset[str] | None,
+) -> _Plan:
+    """The plan of a new kind of call."""
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    inputs = _given(found)
+    into = [x if x is None else operand(x, "out") for x in places]
+    results = _results(routine, inputs, numbers, into, wanted)
+    plan = _plans[key] = _Plan(next(iter(inputs.values())).data.device, results, {})
+    return plan
+
+
+def _given(found: Mapping[str, Any]) -> dict[str, Given]:
+    """Inputs as routines have them."""
+    return {name: x if type(x) is Given else given(x, name) for name, x in found.items()}
 
 
 def _results(
@@ -95,7 +120,7 @@ def _results(
             fits = f"{result.shape} in {' or '.join(result.dtypes)}"
             raise UsageError(f"{routine.name}: out for {name} is {place.shape} in {place.dtype}, not {fits}")
         routine.check_place(f"out for {name}", place)
-        found[name] = result._replace(dtypes=(place.dtype,))
+        found[name] = result._replace(dtypes=(place.dtype,), strides=place.strides)
     return found
 
 
@@ -107,3 +132,10 @@ def given(x: Any, name: str) -> Given:
 
 def _shown(device: int | None) -> str:
     return "the CPU" if device is None else f"GPU {device}"
+
+
+def _on_cuda() -> Any:
+    """What runs routines on a GPU; CuPy is imported with it."""
+    from llmq.ops import on_cuda
+
+    return on_cuda

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +24,10 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceArray:
+class DeviceArray(NamedTuple):
     """Memory of a GPU by its address: `shape` of `dtype` (a name, such as bf16), contiguous or with `strides` in bytes.
 
-    `owner` keeps the memory alive. It takes a microsecond to make, and nothing waits.
+    `owner` keeps the memory alive. It takes less than a microsecond to make, and nothing waits.
     """
 
     address: int
@@ -46,8 +44,8 @@ class Operand(NamedTuple):
     place: Any
     shape: tuple[int, ...]
     dtype: str
-    strides: tuple[int, ...] | None  # in bytes; None: C-contiguous
     device: int | None  # None: the host
+    strides: tuple[int, ...] | None  # in bytes; None: contiguous
 
 
 class _Tensor(ctypes.Structure):
@@ -88,14 +86,16 @@ def as_array(x: Any) -> Any:
 
 def operand(x: Any, name: str) -> Operand:
     """`x` as a call takes it; UsageError, which says of what, as `as_array`."""
+    if isinstance(x, Operand):
+        return x
     if isinstance(x, DeviceArray):
-        return Operand(x.address, x.shape, x.dtype, x.strides, x.device)
+        return Operand(*x[:5])
     if isinstance(x, np.ndarray):
         strides = None if x.flags.c_contiguous else x.strides
-        return Operand(x, x.shape, _name(x.dtype, name), strides, None)
+        return Operand(x, x.shape, _name(x.dtype, name), None, strides)
     if _is_cupy(x):
         strides = None if x.flags.c_contiguous else x.strides
-        return Operand(int(x.data.ptr), x.shape, _name(x.dtype, name), strides, int(x.device.id))
+        return Operand(int(x.data.ptr), x.shape, _name(x.dtype, name), int(x.device.id), strides)
     return operand(_from_dlpack(x, name), name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,18 @@ def make(shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor
     return Tensor("made", array, shape, form, scale)
 
 
+def on(device: None) -> AbstractContextManager[None]:
+    """Within, calls are of this device."""
+    return nullcontext()
+
+
+def layout(read: Sequence[np.ndarray], written: Sequence[np.ndarray]) -> str:
+    """What `bind` depends on beside shapes: nothing."""
+    return ""
+
+
 def bind(
-    routine: Routine, inputs: Mapping[str, Given], results: Mapping[str, Written | None], numbers: Numbers
+    routine: Routine, inputs: Mapping[str, Given], results: Mapping[str, Written | None], numbers: Numbers, layout: str
 ) -> Callable[[Sequence[np.ndarray], Sequence[np.ndarray], Any], None]:
     """A function of the arrays of inputs (the scales of a copy after it) and of the results that are wanted."""
 

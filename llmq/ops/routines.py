@@ -38,12 +38,23 @@ class Given(NamedTuple):
     form: Form | None = None
     scale: Operand | None = None
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """All but where it is."""
+        return self.data[1:], *self[1:4], self.scale and self.scale[1:]
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Of the array, and of its scales."""
+        return (self.data.place,) if self.scale is None else (self.data.place, self.scale.place)
+
 
 class Written(NamedTuple):
-    """An array that a call writes, in one of `dtypes`; a new one is in the first."""
+    """An array that a call writes, in one of `dtypes`; a new one is in the first, and contiguous."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
+    strides: tuple[int, ...] | None = None  # in bytes
 
 
 def output(name: str, array: Any, result: Written | None) -> Output:

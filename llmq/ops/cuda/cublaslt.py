@@ -11,6 +11,7 @@ through atomics or the output (whose dtype would round partial sums).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,12 +131,16 @@ class Gemms:
 
     def bind(self, problem: Gemm, pointers: Pointers, alpha: float = 1.0) -> Callable[[int], None]:
         """One product, ready to be run again and again, with the address of WORKSPACE_BYTES aligned to 256."""
+        return partial(self.ready(problem, alpha), pointers)
+
+    def ready(self, problem: Gemm, alpha: float = 1.0) -> Callable[[Pointers, int], None]:
+        """Products of one problem, of the memory that each is given, with that of WORKSPACE_BYTES aligned to 256."""
         built = self.prepare(problem)
         algorithm, size = built.algorithm, built.workspace_bytes
         assert algorithm is not None
         factor = np.full(1, alpha, np.float32)
 
-        def run(workspace: int) -> None:
+        def run(pointers: Pointers, workspace: int) -> None:
             self._point(problem, built, pointers)
             self._multiply(built, pointers, factor, algorithm, (workspace if size else 0, size))
 

@@ -135,9 +135,7 @@ def scale_of(tensor: Tensor | None) -> int:
 
 def zero(start: int, num_bytes: int) -> None:
     """Sets bytes of the GPU to zero, in the order of the current stream."""
-    import cupy
-
-    cupy.cuda.runtime.memsetAsync(start, 0, num_bytes, cupy.cuda.get_current_stream().ptr)
+    _put.get()(Zeros(start, num_bytes))
 
 
 def random_key(seed: int, stream: int) -> tuple[np.uint32, np.uint32]:
@@ -261,27 +259,52 @@ class KernelLaunch(NamedTuple):
     shared_bytes: int
     early: bool
 
+    def put(self) -> None:
+        """Puts it on CuPy's current stream."""
+        if self.early:
+            launch_early(self.function, self.grid, self.threads, self.arguments, self.shared_bytes)
+        else:
+            self.function(self.grid, (self.threads,), self.arguments, shared_mem=self.shared_bytes)
 
-def put(one: KernelLaunch) -> None:
-    """Puts a kernel on CuPy's current stream."""
-    if one.early:
-        launch_early(one.function, one.grid, one.threads, one.arguments, one.shared_bytes)
-    else:
-        one.function(one.grid, (one.threads,), one.arguments, shared_mem=one.shared_bytes)
+
+class Zeros(NamedTuple):
+    """Bytes from an address on that are to be zero."""
+
+    start: int
+    num_bytes: int
+
+    def put(self) -> None:
+        """Sets them, in the order of CuPy's current stream."""
+        import cupy
+
+        cupy.cuda.runtime.memsetAsync(self.start, 0, self.num_bytes, cupy.cuda.get_current_stream().ptr)
 
 
-_put: ContextVar[Callable[[KernelLaunch], None]] = ContextVar("_put", default=put)
+Take = Callable[[KernelLaunch | Zeros], None]
+_put: ContextVar[Take] = ContextVar("_put", default=lambda one: one.put())
+
+
+@contextmanager
+def given_to(take: Take) -> Iterator[None]:
+    """Meanwhile `take` gets what launchers would put on the stream in this thread."""
+    token = _put.set(take)
+    try:
+        yield
+    finally:
+        _put.reset(token)
 
 
 @contextmanager
 def noted() -> Iterator[list[KernelLaunch]]:
-    """What launchers would put on the stream in this thread meanwhile, so that it can be repeated on other memory."""
+    """The kernels that launchers would put on the stream in this thread, to be repeated on other memory."""
     found: list[KernelLaunch] = []
-    token = _put.set(found.append)
-    try:
+
+    def note(one: KernelLaunch | Zeros) -> None:
+        assert isinstance(one, KernelLaunch), "no kernel"
+        found.append(one)
+
+    with given_to(note):
         yield found
-    finally:
-        _put.reset(token)
 
 
 def _argument(given: Any) -> Any:
