@@ -74,6 +74,13 @@ def test_rows_of_a_run_without_held_out_data(on_text):
     assert np.isfinite(found["rows"]) and np.isnan(found["nothing"])
 
 
+def test_a_run_on_a_stream_is_evaluated_too(on_text):
+    found = []
+    looks = lambda run, record: found.append((run.evaluate(HELD_OUT), run.evaluate()))  # noqa: E731
+    Trainer(**{**on_text, "eval_every_n_steps": 0}).train(iter(ROWS), callbacks=[looks], console=io.StringIO())
+    assert np.isfinite([loss for loss, _ in found]).all() and np.isnan([loss for _, loss in found]).all()
+
+
 @pytest.mark.parametrize(
     ("data", "error", "match"),
     [

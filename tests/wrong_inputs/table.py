@@ -76,6 +76,9 @@ COMMAND_LINES = {
 --train-only nothing | --train-only nothing: nothing in the model
 --sample-prompts prompts.txt --eval-every-n-steps 0 | --sample-prompts prompts.txt shows
 --sample-prompts prompts-ids.jsonl | token 100000 of a prompt is not in the
+--sample-length 1 | --sample-length 1 is below the least value: use 2
+--sample-length 9999999 | positions of
+--sample-temperature -1 | --sample-temperature -1
 --reset data | --reset data is for a run that resumes: add
 --revision v1 | --revision v1 is for models of the Hub, but m
 --model Qwen2.5-0.6B | --model Qwen2.5-0.6B: no such folder, and
