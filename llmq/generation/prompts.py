@@ -105,8 +105,7 @@ class PromptReader:
         self._encoder: tokenizers.Tokenizer | None = None
         if tokenizer is not None:
             # A copy that reads special tokens where text spells them, as templates do, and prompts in transformers.
-            self._encoder = tokenizers.Tokenizer.from_str(tokenizer.encoder.to_str())
-            self._encoder.encode_special_tokens = False
+            self._encoder = tokenizer.reads_special()
 
     @property
     def has_tokenizer(self) -> bool:

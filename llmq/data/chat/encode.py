@@ -219,11 +219,8 @@ class ChatEncoder(Encoder):
         self.template = open_template(self.tokenizer.folder, self.options.chat_template, now)
         self.template_note = self.template.note
         self._read_keys = KNOWN_KEYS | self.template.words
-        # Special tokens in the text are tokens here. Nothing is added to it, so that all the post-processor would do
-        # is to trim white space off the offsets, on which masks depend.
-        self.encoder = copy.deepcopy(self.tokenizer.encoder)
-        self.encoder.encode_special_tokens = False
-        self.encoder.post_processor = None
+        # Masks depend on offsets, off which a post-processor would trim white space.
+        self.encoder = self.tokenizer.reads_special()
         added = self.encoder.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special} | {self.tokenizer.eos_token}
         self.end_tokens = tuple(sorted(special, key=len, reverse=True))

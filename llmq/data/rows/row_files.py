@@ -64,6 +64,26 @@ class BadRow(DataError):
 
 
 Row = Record | BadRow
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLine:
+    """A row of a file of JSON lines, as its bytes: calling it parses them, in whichever process that is."""
+
+    place: str
+    line: bytes
+
+    def __call__(self) -> Row:
+        try:
+            text = self.line.decode("utf-8-sig").strip()
+            return as_row(self.place, json.loads(text) if text else {})
+        except UnicodeDecodeError as error:
+            byte, at = self.line[error.start], error.start
+            return BadRow(self.place, f"not UTF-8: byte {at} of the row is 0x{byte:02x} ({error.reason})")
+        except (RecursionError, ValueError) as error:
+            return BadRow(self.place, f"not JSON ({error})")
+
+
 Located = tuple[int, Callable[[], Row]]  # a row's number from 0, and what reads it
 
 
@@ -163,17 +183,7 @@ def _limited(opened: IO[Line]) -> Iterator[Line]:
 def _json_lines(file: RowFile, start: int) -> Iterator[Located]:
     with file.opened() as opened:
         for row, line in enumerate(_limited(opened)):
-            yield row, partial(_json_row, file.place(row), line)
-
-
-def _json_row(place: str, line: bytes) -> Row:
-    try:
-        text = line.decode("utf-8-sig").strip()
-        return as_row(place, json.loads(text) if text else {})
-    except UnicodeDecodeError as error:
-        return BadRow(place, f"not UTF-8: byte {error.start} of the row is 0x{line[error.start]:02x} ({error.reason})")
-    except (RecursionError, ValueError) as error:
-        return BadRow(place, f"not JSON ({error})")
+            yield row, JsonLine(file.place(row), line)
 
 
 def as_row(place: str, value: Any) -> Row:
@@ -296,8 +306,29 @@ class File(Protocol):
     def identity(self) -> Any: ...
 
 
+class RowSequence:
+    """Rows in an order of their own."""
+
+    def unparsed(self, position: Position = START) -> Iterator[tuple[Position, Row | JsonLine]]:
+        """Each row, with the position after it; some may still have to be parsed."""
+        raise NotImplementedError
+
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+        """Each row, with the position after it."""
+        return ((after, parsed(row)) for after, row in self.unparsed(position))
+
+    def identity(self) -> Any:
+        """What they depend on, as JSON; files of this machine are read whole for it."""
+        raise NotImplementedError
+
+
+def parsed(row: Row | JsonLine) -> Row:
+    """A row itself."""
+    return row() if isinstance(row, JsonLine) else row
+
+
 @dataclass(frozen=True)
-class FileRows:
+class FileRows(RowSequence):
     """The rows [start, stop) of all of `files`, or a share of them. A position is (file, row in it, row of all).
 
     Of n rows floor(n * fraction) are held out, spread evenly; `is_held` says which side a `share` is.
@@ -308,7 +339,7 @@ class FileRows:
     stop: int | None = None
     share: tuple[Fraction, bool] | None = None  # fraction, is_held
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+    def unparsed(self, position: Position = START) -> Iterator[tuple[Position, Row | JsonLine]]:
         first, row, before = position or (0, 0, 0)
         before -= row  # rows of the files before this one
         for number in range(first, len(self.files)):
@@ -321,7 +352,7 @@ class FileRows:
                     if self.stop is not None and overall >= self.stop:
                         return
                     if self.has(overall - self.start):
-                        yield (number, at + 1, overall + 1), read()
+                        yield (number, at + 1, overall + 1), read if isinstance(read, JsonLine) else read()
                 before += file.num_rows() if at is None else at + 1
             row = 0
 
@@ -338,15 +369,15 @@ class FileRows:
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class Shuffled(RowSequence):
     """Rows of a small set in the order `order`, which counts from 0: all of them are held in memory."""
 
     rows: RowSequence
     order: tuple[int, ...]
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+    def unparsed(self, position: Position = START) -> Iterator[tuple[Position, Row | JsonLine]]:
         (first,) = position or (0,)
-        everything = [row for _, row in self.rows.read()]
+        everything = [row for _, row in self.rows.unparsed()]
         for number in range(first, len(self.order)):
             yield (number + 1,), everything[self.order[number]]
 
@@ -361,7 +392,7 @@ def train_test_order(num_rows: int, num_test: int, seed: int) -> tuple[tuple[int
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(RowSequence):
     """Rows of several sequences, each row drawn from one of them by its weight, until all have ended once.
 
     The draws are those of `interleave_datasets(..., stopping_strategy="all_exhausted")` in Hugging Face's datasets: a
@@ -373,10 +404,10 @@ class Mixed:
     weights: tuple[float, ...]
     seed: int
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Row]]:
+    def unparsed(self, position: Position = START) -> Iterator[tuple[Position, Row | JsonLine]]:
         drawn, *lists = position or (0, [False] * len(self.parts), [START] * len(self.parts))
         ended, places = map(list, lists)
-        readers = [part.read(place) for part, place in zip(self.parts, places, strict=True)]
+        readers = [part.unparsed(place) for part, place in zip(self.parts, places, strict=True)]
         ahead = [next(reader, None) for reader in readers]
         if None in ahead:
             raise DataError(f"part {ahead.index(None) + 1} of the data set has no rows: take it out of the mixture")
@@ -384,11 +415,11 @@ class Mixed:
             if all(ended):
                 return
             drawn += 1
-            places[source], row = cast(tuple[Position, Row], ahead[source])
+            places[source], row = cast(tuple[Position, Row | JsonLine], ahead[source])
             ahead[source] = next(readers[source], None)
             if ahead[source] is None:
                 ended[source], places[source] = True, START
-                readers[source] = self.parts[source].read()
+                readers[source] = self.parts[source].unparsed()
                 ahead[source] = next(readers[source])
             yield (drawn, tuple(ended), tuple(places)), row
 
@@ -402,10 +433,6 @@ class Mixed:
             block = draw.choice(len(self.parts), size=DRAWN_AT_ONCE, p=weights).tolist()
             yield from block[skipped:]
             skipped = max(skipped - DRAWN_AT_ONCE, 0)
-
-
-# Rows in an order of their own. `identity` says what they depend on, as JSON, and reads files of this machine whole.
-RowSequence = FileRows | Shuffled | Mixed
 
 
 def sliced(files: Sequence[File], borders: tuple[str, str]) -> FileRows:

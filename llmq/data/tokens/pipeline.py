@@ -8,35 +8,40 @@ processes as there are cores.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from multiprocessing.connection import Connection, Pipe
 from operator import itemgetter
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts
-from llmq.data.rows.row_files import BadRow, Record, Row, RowSequence
+from llmq.data.rows.row_files import BadRow, JsonLine, Record, Row, RowSequence, parsed
 from llmq.data.stream import START, Position, ReadAhead
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import LlmqError
+from llmq.hardware.cores import num_cores
 
 BATCH_CHARACTERS = 1 << 19  # tokenized at once: the library holds some 25 MB meanwhile
+ROWS_CHARACTERS = 1 << 17  # of a batch of rows, so that processes end together
 BATCH_ROWS = 2048
 AT_ONCE = 2  # batches: while one of them ends with less work than there are cores, the other has some
-FEW = 3  # batches of rows, of about a second each: a process takes longer than that to begin
+FEW = 12  # batches of rows, of about a quarter of a second each: a process takes some four times as long to begin
+MOST_PROCESSES = 16
 T = TypeVar("T")
 Placed = list[tuple[Position, T]]  # pieces of text or rows, with the position after each
+AnyRow = Row | JsonLine
 
 
 class TokenSpan(NamedTuple):
@@ -97,7 +102,7 @@ class TextWork:
 
     def read(self, position: Position = START) -> Iterator[tuple[Position, Placed[TextPiece]]]:
         """Batches of about BATCH_CHARACTERS; raises DataError for what is not UTF-8."""
-        return _batches(self._pieces(position), lambda piece: len(piece.text))
+        return _batches(self._pieces(position), lambda piece: len(piece.text), BATCH_CHARACTERS)
 
     def _pieces(self, position: Position) -> Iterator[tuple[Position, TextPiece]]:
         first, at = position or (0, 0)
@@ -131,21 +136,21 @@ class RowWork:
     encoder: Encoder
     most: int = BATCH_ROWS
 
-    def read(self, position: Position = START) -> Iterator[tuple[Position, Placed[Row]]]:
-        """Batches of about BATCH_CHARACTERS, and at most `most` rows."""
-        return _batches(self.rows.read(position), _characters, self.most)
+    def read(self, position: Position = START) -> Iterator[tuple[Position, Placed[AnyRow]]]:
+        """Batches of about ROWS_CHARACTERS, and at most `most` rows."""
+        return _batches(self.rows.unparsed(position), _characters, ROWS_CHARACTERS, self.most)
 
-    def encode(self, batch: Placed[Row]) -> TokenBatch:
+    def encode(self, batch: Placed[AnyRow]) -> TokenBatch:
         """The ids of all rows that can be used, and what is wrong with the others, both in their order."""
         return encode_rows(self.encoder, batch)
 
 
-def encode_rows(encoder: Encoder, batch: Placed[Row]) -> TokenBatch:
+def encode_rows(encoder: Encoder, batch: Placed[AnyRow]) -> TokenBatch:
     """The tokens of rows, by a copy of the encoder."""
-    encoder = encoder.copied()
-    bad = [row for _, row in batch if isinstance(row, BadRow)]
-    documents = encoder.encode([row for _, row in batch if isinstance(row, Record)], bad)
-    order = {row.place: number for number, (_, row) in enumerate(batch)}
+    encoder, rows = encoder.copied(), [parsed(row) for _, row in batch]
+    bad = [row for row in rows if isinstance(row, BadRow)]
+    documents = encoder.encode([row for row in rows if isinstance(row, Record)], bad)
+    order = {row.place: number for number, row in enumerate(rows)}
     bad.sort(key=lambda row: order[row.place])
     trained = None
     if any(document.trained is not None for document in documents):
@@ -157,14 +162,14 @@ def encode_rows(encoder: Encoder, batch: Placed[Row]) -> TokenBatch:
 
 
 def _batches(
-    items: Iterator[tuple[Position, T]], size: Callable[[T], int], most: int = sys.maxsize
+    items: Iterator[tuple[Position, T]], size: Callable[[T], int], enough: int, most: int = sys.maxsize
 ) -> Iterator[tuple[Position, Placed[T]]]:
-    """Items of about BATCH_CHARACTERS in all, at most this many."""
+    """Items of about `enough` characters in all, at most this many."""
     batch, characters = Placed[T](), 0
     for after, item in items:
         batch.append((after, item))
         characters += size(item)
-        if characters >= BATCH_CHARACTERS or len(batch) == most:
+        if characters >= enough or len(batch) == most:
             yield after, batch
             batch, characters = [], 0
     if batch:
@@ -174,6 +179,8 @@ def _batches(
 def _characters(value: Any) -> int:
     """About how much text there is in a row."""
     match value:
+        case JsonLine():
+            return len(value.line)
         case Record():
             return _characters(value.value)
         case str() | [int(), *_]:
@@ -185,47 +192,82 @@ def _characters(value: Any) -> int:
     return 1
 
 
-class Workers:
-    """Processes that encode rows, one for each thread that calls `start`. They do not hear Ctrl-C, and end when their
-    pipe does: with `close`, or with this process."""
+class Worker:
+    """A process that encodes rows. It does not hear Ctrl-C, and ends when its pipe does, or with this process."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self._again = encoder.again
-        self._idle = SimpleQueue[tuple["subprocess.Popen[bytes]", Connection]]()
-
-    def start(self) -> None:
-        """One more."""
-        pipe, theirs = Pipe()
+        self._pipe, theirs = Pipe()
         # It imports what this process would, and nothing of the folder in which it happens to be.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
         about: dict[str, Any] = {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
-        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, **about)
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, **about)
         theirs.close()
-        pipe.send(self._again)
-        self._idle.put((process, pipe))
+        self._pipe.send(encoder.again)
 
-    def encode(self, batch: Placed[Row]) -> TokenBatch:
-        """As `encode_rows`, in one of the processes; LlmqError if that ends."""
-        process, pipe = self._idle.get()
+    def encode(self, batch: Placed[AnyRow]) -> TokenBatch:
+        """As `encode_rows`; LlmqError if the process ends."""
         try:
-            pipe.send(batch)
-            found: TokenBatch = pipe.recv()
+            self._pipe.send(batch)
+            found: TokenBatch = self._pipe.recv()
         except (EOFError, OSError):
             raise LlmqError(
-                f"a process that tokenized rows has ended (exit code {process.wait()}): if memory ran out, "
+                f"a process that tokenized rows has ended (exit code {self._process.wait()}): if memory ran out, "
                 "TOKENIZERS_PARALLELISM=false does without"
             ) from None
-        finally:
-            self._idle.put((process, pipe))
         return found
 
     def close(self) -> None:
-        """Ends them all, when nothing waits for them."""
-        while not self._idle.empty():
-            process, pipe = self._idle.get()
-            pipe.close()
-            process.wait()
+        """Ends it."""
+        self._pipe.close()
+        self._process.wait()
+
+
+class Workers:
+    """Processes that encode rows, at most `count`, which start as they are needed. `close` ends them all, when nothing
+    waits for them."""
+
+    def __init__(self, encoder: Encoder, count: int) -> None:
+        self._encoder, self.count = encoder, count
+        self._started: list[Worker] = []
+        self._idle = SimpleQueue[Worker]()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are processes."""
+        return bool(self._started)
+
+    def encode(self, batch: Placed[AnyRow]) -> TokenBatch:
+        """As `encode_rows`; LlmqError if the process ends. At most `count` threads call it at a time."""
+        try:
+            worker = self._idle.get_nowait()
+        except Empty:
+            worker = Worker(self._encoder)
+            self._started.append(worker)
+        try:
+            return worker.encode(batch)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        for worker in self._started:
+            worker.close()
+
+
+@contextmanager
+def workers_for(encoder: Encoder | None) -> Iterator[Workers | None]:
+    """Within, workers for all cores of this process; None for text, one core, and a library set to use one thread."""
+    count = 1 if encoder is None or _is_single() else min(num_cores(), MOST_PROCESSES)
+    if encoder is None or count == 1:
+        yield None
+        return
+    with closing(Workers(encoder, count)) as workers:
+        yield workers
+
+
+def _is_single() -> bool:
+    """Whether the tokenizers library is set to use one thread."""
+    return os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
 
 
 def serve(descriptor: int) -> None:
@@ -233,29 +275,28 @@ def serve(descriptor: int) -> None:
     pipe = Connection(descriptor)
     with suppress(EOFError, BrokenPipeError):
         encoder: Encoder = pipe.recv()()
+        # What a batch leaves is freed as it goes; looking for cycles among all that lives on took a tenth of the time.
+        gc.freeze()
+        gc.set_threshold(100_000)
         while True:
             pipe.send(encode_rows(encoder, pipe.recv()))
 
 
 def tokenized(
-    work: Work, position: Position = START, processes: int = 1
+    work: Work, position: Position = START, workers: Workers | None = None
 ) -> Generator[tuple[Position, TokenBatch], None, None]:
     """The tokens of each batch of `work` after `position`, as a stream has them; closing it ends its threads.
 
-    More than FEW batches of rows are tokenized by this many `processes`, unless that is 1. Raises what reading or
-    encoding raises, in the place of the batch where it happened.
+    More than FEW batches of rows are tokenized by `workers`, if there are any. Raises what reading or encoding raises,
+    in the place of the batch where it happened.
     """
-    # One batch at a time where the tokenizers library is set to use one thread.
-    single = os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("off", "false", "f", "no", "n", "0")
-    batches, encode, workers = work.read(position), work.encode, None
-    if isinstance(work, RowWork) and processes > 1 and not single:
+    batches, encode, at_once = work.read(position), work.encode, 1 if _is_single() else AT_ONCE
+    if workers is not None:
         first = list(islice(batches, FEW + 1))
         batches = chain(first, batches)
-        if len(first) > FEW:
-            workers = Workers(work.encoder)
-            encode = workers.encode
-    at_once = processes if workers else 1 if single else AT_ONCE
-    pool = ThreadPoolExecutor(at_once, "llmq-tokenize", workers.start if workers else None)
+        if workers.has_begun or len(first) > FEW:
+            encode, at_once = workers.encode, workers.count
+    pool = ThreadPoolExecutor(at_once, "llmq-tokenize")
     results = ((after, pool.submit(encode, batch)) for after, batch in batches)
     try:
         with ReadAhead(results, at_once) as ahead:
@@ -263,5 +304,3 @@ def tokenized(
                 yield after, result.result()
     finally:
         pool.shutdown(cancel_futures=True)
-        if workers:
-            workers.close()

@@ -26,16 +26,14 @@ from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.rows.find_sources import Request, find_files, find_set
 from llmq.data.rows.row_files import BadRows, Record
 from llmq.data.tokens.cache import MANIFEST, PART_TOKENS, FinishedPart, Manifest, StreamProgress, locked
-from llmq.data.tokens.pipeline import TokenSpan, Work, tokenized
+from llmq.data.tokens.pipeline import TokenSpan, Work, Workers, tokenized, workers_for
 from llmq.data.tokens.text import Texts
 from llmq.data.tokens.token_file import TokenFile, TokenWriter
 from llmq.data.tokens.tokenizer import FOLDER, Sidecar, TextTokenizer, copy_tokenizer, rebuilt_warning, sidecar_name
 from llmq.disk import remove_leftovers, replace_folder, storage, sync_folder
 from llmq.errors import DataError, StorageError, UsageError
-from llmq.hardware.cores import num_cores
 from llmq.screen import Report
 
-MOST_PROCESSES = 16
 WORK = ".partial"  # where files are made, in the folder that they are for
 NO_EVALUATION = ", or keep none for evaluation (--eval-fraction 0)"  # advice
 TOKEN_FILE = re.compile(r"(train|eval)(-\d{3,})?\.bin")
@@ -177,18 +175,19 @@ class Producer:
         found, done = self.request.found, self.manifest.streams
         streams = [found.train, *([] if found.evaluation is None else [found.evaluation])]
         done += [StreamProgress() for _ in streams[len(done) :]]
-        for stream, self.done in zip(streams, done, strict=True):
-            self.is_train = stream is found.train
-            if not self.done.finished:
-                bad = BadRows(self.request.skip_bad_rows, sum(progress.bad for progress in done))
-                self._fill(self.request.work(stream, self.encoder), bad)
+        with workers_for(self.encoder) as workers:
+            for stream, self.done in zip(streams, done, strict=True):
+                self.is_train = stream is found.train
+                if not self.done.finished:
+                    bad = BadRows(self.request.skip_bad_rows, sum(progress.bad for progress in done))
+                    self._fill(self.request.work(stream, self.encoder), bad, workers)
         return done
 
-    def _fill(self, work: Work, bad: BadRows) -> None:
+    def _fill(self, work: Work, bad: BadRows, workers: Workers | None) -> None:
         """Tokenizes to the end of the stream or its limit."""
         found, done, streams = self.request.found, self.done, self.manifest.streams
         try:
-            with closing(tokenized(work, done.position, min(num_cores(), MOST_PROCESSES))) as batches:
+            with closing(tokenized(work, done.position, workers)) as batches:
                 for position, batch in batches:
                     for row in batch.bad:
                         bad.add(row)

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,16 +72,12 @@ class TextTokenizer:
         folder = model_folder(source, revision, kind="tokenizer")
         path, sha256 = folder / "tokenizer.json", tokenizer_hash(folder)
         try:
-            content = path.read_text(encoding="utf-8")
-            encoder = tokenizers.Tokenizer.from_str(content)
-            in_pieces = tokenizes_in_pieces(json.loads(content))
+            encoder = _encoder(folder)
+            in_pieces = tokenizes_in_pieces(json.loads(path.read_text(encoding="utf-8")))
         except Exception as error:  # the library raises bare Exceptions, with the reason
             raise DataError(
                 f"{path} cannot be loaded ({error}): get the tokenizer's files again, or upgrade the tokenizers package"
             ) from None
-        encoder.no_truncation()
-        encoder.no_padding()
-        encoder.encode_special_tokens = True
         vocabulary = encoder.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"{path} has an empty vocabulary: get the tokenizer's files again")
@@ -106,9 +103,37 @@ class TextTokenizer:
         """What a token file says of it; its files lie in FOLDER."""
         return TokenizerNote.model_validate({**vars(self), "folder": FOLDER})
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Opened again by the process that it is sent to."""
-        return TextTokenizer.open, (str(self.folder), None, self.eos_token)
+    def reads_special(self) -> tokenizers.Tokenizer:
+        """An encoder of the same model that reads special tokens where text spells them, as templates do.
+
+        The model itself is shared: it takes a second to make another.
+        """
+        encoder = tokenizers.Tokenizer(self.encoder.model)
+        for part in ("normalizer", "pre_tokenizer", "decoder"):
+            if (value := getattr(self.encoder, part)) is not None:
+                setattr(encoder, part, value)
+        added = self.encoder.get_added_tokens_decoder()
+        for _, token in sorted(added.items()):
+            (encoder.add_special_tokens if token.special else encoder.add_tokens)([token])
+        if encoder.get_added_tokens_decoder() != added:  # their ids are not in the order in which they can be added
+            encoder = deepcopy(self.encoder)
+            encoder.encode_special_tokens, encoder.post_processor = False, None
+        return encoder
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the encoder, which the process that it is sent to opens."""
+        return {**vars(self), "encoder": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, encoder=_encoder(state["folder"]))
+
+
+def _encoder(folder: Path) -> tokenizers.Tokenizer:
+    encoder = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder
 
 
 def num_ids(source: str) -> int:

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from llmq.data.rows.find_sources import Request, find_files
 from llmq.data.rows.row_files import Record
 from llmq.data.stream import Position
 from llmq.data.tokens import pipeline
-from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, tokenized
+from llmq.data.tokens.pipeline import RowWork, TextWork, TokenBatch, Workers, tokenized
 from llmq.data.tokens.text import open_documents, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.errors import DataError, LlmqError
@@ -155,7 +156,7 @@ def test_batches_come_in_order_and_errors_in_their_place_and_threads_end_with_th
 
 
 def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypatch, small_tokenizer: Path) -> None:
-    """Few are not; processes end with the iterator, and one that is lost is reported."""
+    """Few are not; a second stream has the same processes. They end when they are closed; a lost one is reported."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     started: list[subprocess.Popen[bytes]] = []
     real = subprocess.Popen
@@ -165,22 +166,30 @@ def test_many_rows_are_tokenized_by_processes_as_by_one(tmp_path: Path, monkeypa
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    work = replace(row_work(tmp_path, small_tokenizer, bad=(7, 20, 21, 22, 99)), most=10)
-    assert len(list(tokenized(replace(work, most=40), processes=3))) == pipeline.FEW == 3
+    work = replace(row_work(tmp_path, small_tokenizer, bad=(7, 20, 21, 22, 99)), most=4)
+    assert len(list(tokenized(replace(work, most=10), workers=Workers(work.encoder, 3)))) == 10 < pipeline.FEW
     alone = list(tokenized(work))
     assert not started
-    for (one_after, one), (after, other) in zip(alone, tokenized(work, processes=3), strict=True):
-        assert (one_after, one.counts, one.positions) == (after, other.counts, other.positions)
-        assert list(map(str, one.bad)) == list(map(str, other.bad))
-        for mine, theirs in zip(one.tokens, other.tokens, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    assert 1 < len(started) <= 3 and [process.returncode for process in started] == [0] * len(started)
-    batches = tokenized(work, processes=2)
-    next(batches)
-    for process in started:
-        process.kill()
-    with pytest.raises(LlmqError, match=r"a process that tokenized rows has ended \(exit code -9\)"):
-        list(batches)
+    with closing(Workers(work.encoder, 3)) as workers:
+        for (one_after, one), (after, other) in zip(alone * 2, twice(work, workers), strict=True):
+            assert (one_after, one.counts, one.positions) == (after, other.counts, other.positions)
+            assert list(map(str, one.bad)) == list(map(str, other.bad))
+            for mine, theirs in zip(one.tokens, other.tokens, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+    assert 1 < len(started) <= 3 and {process.returncode for process in started} == {0}
+    with closing(Workers(work.encoder, 2)) as workers:
+        batches = tokenized(work, workers=workers)
+        next(batches)
+        for process in started:
+            process.kill()
+        with pytest.raises(LlmqError, match=r"a process that tokenized rows has ended \(exit code -9\)"):
+            list(batches)
+
+
+def twice(work: RowWork, workers: Workers) -> Iterator[tuple[Position, TokenBatch]]:
+    """As two streams, one after the other."""
+    for _ in range(2):
+        yield from tokenized(work, workers=workers)
 
 
 def corpus(path: Path, shared: Callable[[str], Path], num_bytes: int) -> Path:
