@@ -27,7 +27,8 @@ from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.chat.template import read_prompt_template
 from llmq.data.rows.find_sources import NAMES, Request, find_anything, parsed_mapping
-from llmq.data.rows.row_files import BadRows, FileRows
+from llmq.data.rows.row_files import BadRows
+from llmq.data.rows.row_sequences import FileRows
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import RowWork, TokenSpan, tokenized
 from llmq.data.tokens.tokenize import Say, cached

@@ -25,19 +25,8 @@ from llmq.data.chat.formats import find_format
 from llmq.data.chat.template import chosen_templates
 from llmq.data.rows.held_rows import LOOKED_AT, held
 from llmq.data.rows.hub_data import NOT_DATA, HubSpec, by_split, open_hub_set
-from llmq.data.rows.row_files import (
-    COMPRESSIONS,
-    SUFFIXES,
-    BadRow,
-    FileRows,
-    Mixed,
-    Record,
-    RowFile,
-    RowSequence,
-    Shuffled,
-    count_rows,
-    train_test_order,
-)
+from llmq.data.rows.row_files import COMPRESSIONS, SUFFIXES, BadRow, Record, RowFile
+from llmq.data.rows.row_sequences import FileRows, Mixed, RowSequence, Shuffled, count_rows, train_test_order
 from llmq.data.tokens.cache import PART_TOKENS, content_hash, is_whole, key_of
 from llmq.data.tokens.pipeline import RowWork, TextWork, Work
 from llmq.data.tokens.text import Texts, open_documents, split

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-from llmq.data.rows.row_files import FileRows, RowFile, sliced
+from llmq.data.rows.row_files import RowFile
+from llmq.data.rows.row_sequences import FileRows, sliced
 from llmq.data.tokens.cache import json_or_none, key_of
 from llmq.disk import cache_folder, write_whole
 from llmq.errors import DataError, UsageError

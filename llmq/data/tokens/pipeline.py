@@ -26,7 +26,8 @@ import numpy as np
 
 from llmq.data.chat.encode import Encoder
 from llmq.data.chat.encoded import Counts
-from llmq.data.rows.row_files import BadRow, JsonLine, Record, Row, RowSequence, parsed
+from llmq.data.rows.row_files import BadRow, JsonLine, Record, Row
+from llmq.data.rows.row_sequences import RowSequence, parsed
 from llmq.data.stream import START, Position, ReadAhead
 from llmq.data.tokens.text import Document, pieces
 from llmq.data.tokens.tokenizer import TextTokenizer

@@ -20,7 +20,7 @@ from llmq.data.batches.named_data import StreamedRows, open_stream
 from llmq.data.batches.rows import PACKED, PADDED, WINDOWS, RowForm, RowLayout, Rows
 from llmq.data.chat.encoded import EncodeOptions
 from llmq.data.rows.find_sources import Request, find_files
-from llmq.data.rows.row_files import FileRows
+from llmq.data.rows.row_sequences import FileRows
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import TokenSpan
 from llmq.data.tokens.tokenizer import TextTokenizer

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from llmq.data.rows import row_files
 from llmq.data.rows.hub_data import HubSpec
-from llmq.data.rows.row_files import BadRow, FileRows, Mixed, Record, RowFile, Shuffled, sliced, train_test_order
+from llmq.data.rows.row_files import BadRow, Record, RowFile
+from llmq.data.rows.row_sequences import FileRows, Mixed, Shuffled, sliced, train_test_order
 from llmq.data.stream import START, Position
 from llmq.errors import DataError, UsageError
 
