@@ -90,15 +90,18 @@ def rope_heads_backward(
 
 def _turn_heads(out_q: Output, out_k: Output, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
     kind, (batch, length, heads, width) = gpu.type_of(out_q, out_k, q, k, cos, sin), q.shape
-    arrays = {"OUT_Q": _array(out_q, q), "OUT_K": _array(out_k, k), "Q": q.array, "K": k.array}
-    steps = {name: [step // array.dtype.itemsize for step in array.strides] for name, array in arrays.items()}
-    number = gpu.access(math.gcd(width // 2, *(step for found in steps.values() for step in found[:3])), kind)
+    arrays = (_array(out_q, q), _array(out_k, k), q.array, k.array)
+    # an axis of one is never stepped along, and libraries give it any stride
+    steps = [
+        step // array.dtype.itemsize if size > 1 else 0
+        for array in arrays
+        for size, step in zip(array.shape[:3], array.strides, strict=False)
+    ]
+    number = gpu.access(math.gcd(width // 2, *steps), kind)
     sizes = {"HQ": heads, "HKV": k.shape[2], "HD": width, "N": number, "SIGN": sign}
-    for name, (_, row, head, _) in steps.items():
-        sizes |= {f"{name}_ROW": row, f"{name}_HEAD": head}
-    batches = (*(found[0] for found in steps.values()), length * width if cos.shape[0] > 1 else 0)
+    steps.append(length * width if cos.shape[0] > 1 else 0)
     rows = batch * length
-    arguments = (out_q, out_k, q, k, cos, sin, *map(np.int64, batches), np.int32(rows), np.int32(length))
+    arguments = (out_q, out_k, q, k, cos, sin, *map(np.int64, steps), np.int32(rows), np.int32(length))
     blocks = -(-rows * (heads + k.shape[2]) * (width // 2 // number) // gpu.TILE_THREADS)
     gpu.launch("rope_heads", "rope_heads", blocks, gpu.TILE_THREADS, arguments, {"T": kind, **sizes})
 
