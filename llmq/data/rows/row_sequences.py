@@ -1,4 +1,4 @@
-"""Sequences of rows: files one after the other, shuffled, or several mixed. All are streams, see llmq/data/stream.py."""
+"""Sequences of rows: files one after the other, shuffled, or several mixed. All are streams (llmq/data/stream.py)."""
 
 from __future__ import annotations
 
