@@ -244,7 +244,18 @@ def test_ops_are_what_torch_asks_of_them():
             True,
             True,
         ),
-        "lora_linear": (drawn(2, 3, 16), drawn(24, 16), drawn(24), drawn(4, 16), drawn(24, 4), 2.0),
+        "lora_linear": (
+            drawn(2, 3, 16),
+            drawn(24, 16),
+            drawn(24),
+            drawn(4, 16),
+            drawn(24, 4),
+            2.0,
+            None,
+            None,
+            None,
+            None,
+        ),
         "quantize_e4m3": (torch.randn(2, 3, 16), True),
     }
     for name, given in cases.items():

@@ -74,15 +74,16 @@ def run(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], **number
     if not tensors[0].is_cuda:
         OPS[op](*(_output(y, _host) for y in outputs), *(_input(x, _host) for x in inputs), **numbers)
         return
-    device = tensors[0].device.index
-    address = torch.cuda.current_stream(device).cuda_stream
-    about = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-    forms = tuple(None if x is None else isinstance(x, torch.Tensor) or _forms(x) for x in operands)
-    with (
-        torch.cuda.device(device) if device != torch.cuda.current_device() else nullcontext(),
-        _stream(address, device),
-    ):
-        key = (op, device, address, about, forms, *numbers.items())
+    device = tensors[0].get_device()
+    address = torch._C._cuda_getCurrentRawStream(device)
+    about = [op, device, address, *numbers.values()]
+    about += [None if x is None else x.dtype if isinstance(x, torch.Tensor) else _forms(x) for x in operands]
+    for tensor in tensors:
+        about.append(tensor.shape)
+        if not tensor.is_contiguous():
+            about.append(tensor.stride())
+    key = tuple(about)
+    with torch.cuda.device(device) if device != torch._C._cuda_getDevice() else _HERE, _stream(address, device):
         plan = _plans.get(key)
         if plan is None:
             plan = _plans[key] = planned(op, outputs, inputs, numbers)
@@ -101,6 +102,7 @@ def put(plan: Planned, tensors: Sequence[torch.Tensor]) -> None:
 
 
 _plans: dict[tuple[Any, ...], Planned] = {}
+_HERE = nullcontext()
 
 
 @cache
@@ -189,7 +191,13 @@ def planned(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], numb
     with gpu.noted() as launches:
         kernel.launch(*given[0], *given[1], **numbers)
     made = tuple(
-        (one.function, one.grid, (one.threads,), tuple(map(_place, one.arguments)), one.shared_bytes)
+        (
+            getattr(one.function, "kernel", one.function),
+            one.grid,
+            (one.threads,),
+            tuple(map(_place, one.arguments)),
+            one.shared_bytes,
+        )
         for one in launches
     )
     return Planned(made, size)

@@ -40,6 +40,8 @@ def rmsnorm_backward(
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.weighs = weight.requires_grad
 
 

@@ -31,6 +31,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
     reads_x = a.requires_grad or weight.requires_grad
     ctx.save_for_backward(x if reads_x else x.new_empty(0), weight, a, b, output[1], *copy)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.needs = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad, reads_x]
 
 
@@ -43,8 +44,8 @@ def _backward(ctx: Any, d_y: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 @op(
-    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale, Tensor? x_rows=None,"
-    " Tensor? x_scale=None, Tensor? w_rows=None, Tensor? w_scale=None) -> (Tensor, Tensor)",
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale, Tensor? x_rows,"
+    " Tensor? x_scale, Tensor? w_rows, Tensor? w_scale) -> (Tensor, Tensor)",
     _fake,
     _keep,
     _backward,
@@ -56,10 +57,10 @@ def lora_linear(
     a: torch.Tensor,
     b: torch.Tensor,
     scale: float,
-    x_rows: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    w_rows: torch.Tensor | None = None,
-    w_scale: torch.Tensor | None = None,
+    x_rows: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_rows: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
 ) -> Two:
     """y (...,N), low (...,R) <- x (...,K), weight (N,K), bias (N,) or None, a (R,K), b (N,R), copies in e4m3."""
     y, low = _fake(x, weight, bias, a, b)
@@ -197,7 +198,7 @@ def lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch
         return own
     (name,) = names
     a, b = self.lora_A[name].weight, self.lora_B[name].weight
-    copies: tuple[torch.Tensor, ...] = ()
+    copies: tuple[torch.Tensor | None, ...] = (None,) * 4
     if is_shared is not None:
         x_rows, _, x_scale = input_copies(read, False, is_shared)
         copies = (x_rows, x_scale, *weight_copy(base, read.dtype))
