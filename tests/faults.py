@@ -206,6 +206,22 @@ FAULTS = {
     "evaluation_drops_its_last_batch": Fault(
         "llmq.data.batches.loader:eval_batches", (LOADER,), lambda real, *arguments: iter([*real(*arguments)][:-1])
     ),
+    # callbacks
+    "ranks_evaluate_all_but_the_last_batch": Fault(
+        "llmq.training.requests:_from_first",
+        ("tests/training/test_requests.py",),
+        lambda real, *arguments: [*real(*arguments)][:-1],
+    ),
+    "callbacks_ask_again_at_each_step": Fault(
+        "llmq.training.callbacks:Callbacks._taken",
+        ("tests/training/test_callbacks.py",),
+        lambda real, self: self._run.asked,
+    ),
+    "early_stopping_is_called_first": Fault(
+        "llmq.training.train:in_turn",
+        ("tests/training/test_callbacks.py",),
+        lambda real, *arguments: real(*arguments)[::-1],
+    ),
     # files
     "export_transposed": Fault(
         "llmq.files.huggingface:_row_slices",
