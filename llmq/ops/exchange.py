@@ -138,7 +138,10 @@ def _from_dlpack(x: Any, name: str = "x") -> np.ndarray | DeviceArray:
     strides = tuple(itemsize * n for n in about.strides[: about.ndim]) if about.strides else None
     address = (about.data or 0) + about.byte_offset
     if about.device_type == CUDA:
-        strides = None if strides == _contiguous(shape, itemsize) else strides
+        whole = _contiguous(shape, itemsize)
+        # axes of one may have any
+        if strides and all(n == 1 or found == step for n, found, step in zip(shape, strides, whole, strict=True)):
+            strides = None
         return DeviceArray(address, shape, dtype, about.device, strides, capsule)
     interface = {"version": 3, "shape": shape, "typestr": f"|V{itemsize}", "strides": strides, "data": (address, False)}
     if not math.prod(shape):

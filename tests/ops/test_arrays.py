@@ -10,6 +10,7 @@ from llmq import ops
 from llmq.errors import UsageError
 from llmq.model.config import RopeConfig
 from llmq.model.rope import rope_table
+from llmq.ops import exchange
 from llmq.tensor import DTYPES
 
 from .build import check_gradient
@@ -216,6 +217,33 @@ def test_the_package_imports_no_arrays_before_a_function_is_used():
     assert {"rmsnorm", "linear_cross_entropy"} <= {*dir(ops)}
     with pytest.raises(AttributeError, match="no attribute 'layernorm'"):
         _ = ops.layernorm
+
+
+class OfGpu:
+    """An array whose capsule says that it lies on GPU 3, with these strides in numbers."""
+
+    def __init__(self, array, strides):
+        self.array, self.strides = array, strides
+
+    def __dlpack_device__(self):
+        return 2, 3
+
+    def __dlpack__(self, *, stream):
+        assert stream == 1
+        capsule = self.array.__dlpack__()
+        about = exchange._Tensor.from_address(exchange._pointer(capsule, b"dltensor"))
+        about.device_type, about.device = 2, 3
+        for axis, step in enumerate(self.strides):
+            about.strides[axis] = step
+        return capsule
+
+
+def test_a_capsule_says_where_an_array_of_a_gpu_lies(monkeypatch):
+    monkeypatch.setattr(exchange, "_stream", lambda: 1)
+    array = np.zeros((1, 4, 6), np.float32)
+    for strides, seen in (((5, 6, 1), None), ((24, 12, 2), (96, 48, 8))):
+        found = exchange.operand(OfGpu(array, strides), "x")
+        assert found == (array.ctypes.data, (1, 4, 6), "fp32", 3, seen)
 
 
 @pytest.mark.judge
