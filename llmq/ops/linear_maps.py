@@ -58,22 +58,18 @@ def _read(operands: Operands, name: str, *layouts: str) -> list[Tensor]:
     if given.form is not None:
         found = {x.form.layout: x for x in (given, operands.inputs.get(f"{name}_columns")) if x is not None and x.form}
         return [found[layout] for layout in layouts]
-    made = [
-        operands.make(given.shape, operands.dtype, _read_by(name, layout, operands.numbers["scaling"]))
-        for layout in layouts
-    ]
-    made = [
-        copy if copy.form is None or copy.form.owns_scales else replace(copy, scale=made[-1].scale) for copy in made
-    ]
+    forms = [_read_by(name, layout, operands.numbers["scaling"]) for layout in layouts]
+    made = [operands.make(given.shape, operands.dtype, form) for form in forms]
+    shared = made[-1].scale  # of the copies that own none: the last is among them if there are any
+    made = [x if form.owns_scales else replace(x, scale=shared) for x, form in zip(made, forms, strict=True)]
     _write(operands, made, given)
     return made
 
 
 def _linear(operands: Operands) -> None:
     (x,), (weight,) = _read(operands, "x", "row"), _read(operands, "weight", "row")
-    operands.ops["linear_forward"](
-        operands.outputs["y"], x, weight, operands.inputs["bias"], operands.inputs["residual"]
-    )
+    added = (operands.inputs[name] for name in ("bias", "residual"))
+    operands.ops["linear_forward"](operands.outputs["y"], x, weight, *added)
 
 
 def _linear_backward(operands: Operands) -> None:
@@ -88,9 +84,8 @@ def _linear_backward(operands: Operands) -> None:
         operands.ops["linear_wgrad"](d_weight, d_y["col"], x)
     if d_bias.wanted:
         values = operands.given("d_y")
-        sums = operands.make(
-            values.shape, operands.dtype, replace(COLSUM, dtype="fp64") if operands.dtype == "fp64" else COLSUM
-        )
+        form = replace(COLSUM, dtype="fp64") if operands.dtype == "fp64" else COLSUM
+        sums = operands.make(values.shape, operands.dtype, form)
         operands.ops["cast"](Output("d_y", values.shape, operands.dtype, (sums,)), values)
         operands.ops["bias_backward"](d_bias, sums)
 
@@ -138,10 +133,8 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
 
 
 def _quantize(operands: Operands) -> None:
-    x, arrays = (
-        operands.given("x"),
-        {name: out.tensors[0].array for name, out in operands.outputs.items() if out.wanted},
-    )
+    x = operands.given("x")
+    arrays = {name: out.tensors[0].array for name, out in operands.outputs.items() if out.wanted}
     form = Form(operands.numbers["format"], "row", operands.numbers["scaling"])
     copies = []
     for layout, name in (("row", "rows"), ("col", "columns")):
