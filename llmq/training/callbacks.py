@@ -220,7 +220,8 @@ class Run:
         without --sample-length, for prompts that are too long for it, and for text without a tokenizer.
         """
         most = self._ready.options["sample_tokens"] if max_tokens is None else max_tokens
-        found, stops = prompts_of(self._ready, prompts, most, samples), [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        found = prompts_of(self._ready, prompts, most, stops, samples)
         answers: list[Answer] = self._ask("texts", found, most, self.step, stops, samples)
         return answers
 

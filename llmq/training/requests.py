@@ -92,8 +92,8 @@ def _parameter(run: Ready, engine: Engine, own: None, name: str) -> np.ndarray:
     return engine.parameter(name)
 
 
-def prompts_of(run: Ready, asked: object, max_tokens: int, samples: int) -> list[list[int]]:
-    """Questions of a Python caller as tokens. UsageError for what the run has no room for."""
+def prompts_of(run: Ready, asked: object, max_tokens: int, stop: Sequence[str], samples: int) -> list[list[int]]:
+    """Questions of a Python caller as tokens. UsageError for what the run has no room for, and wrong settings."""
     if (written := run.samples) is None:
         raise UsageError(
             "run.generate() needs a cache of keys and values in the plan of the run: add --sample-length N "
@@ -106,6 +106,9 @@ def prompts_of(run: Ready, asked: object, max_tokens: int, samples: int) -> list
             f"run.generate(samples={samples}): use 1; or more in a run with a --sample-temperature above 0, without "
             "which they would be the same"
         )
+    if not all(isinstance(text, str) and text for text in stop):
+        raise UsageError(f"run.generate(stop={stop!r}): give a text, or a list of them")
+    written.reader.stops(stop)  # which takes a tokenizer
     prompts = [list(written.reader.tokens(question)) for question in questions_of(asked)]
     for number, prompt in enumerate(prompts, 1):
         if not prompt:

@@ -260,6 +260,8 @@ def test_ranks_write_together(given, level):
         ({"sample_length": 9}, {"max_tokens": 0}, r"run.generate\(max_tokens=0\): use 1 or more"),
         ({"sample_length": 9}, {"samples": 2}, r"run.generate\(samples=2\): use 1; or more in a run with"),
         ({"sample_length": 9, "sample_temperature": 1}, {"samples": 0}, r"run.generate\(samples=0\): use 1"),
+        ({"sample_length": 9}, {"max_tokens": 1, "stop": ""}, r"run.generate\(stop=\[''\]\): give a text"),
+        ({"sample_length": 9}, {"max_tokens": 1, "stop": "x"}, "the model has no tokenizer"),
         ({"sample_length": 9}, {"prompts": "text", "max_tokens": 1}, "the model has no tokenizer"),
         ({"sample_length": 9}, {"prompts": [[97]], "max_tokens": 1}, "token 97 of a prompt is not in the vocabulary"),
         ({"sample_length": 65}, {}, "--sample-length 65 is more than the 64 positions of"),
