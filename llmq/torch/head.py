@@ -9,6 +9,7 @@ from llmq.torch.kernels import ready, run
 from llmq.torch.library import op
 
 CHUNK_BYTES = 160 * 2**20  # of logits: beyond 512 tokens of 152k words the products get no faster
+WHOLE = 8  # what kernels read of a row's words at a time
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -55,14 +56,15 @@ def _linear_cross_entropy(
     loss, d_x, d_weight = _fake(x, weight, targets, of_x, of_weight)
     losses = x.new_empty(len(x), dtype=loss.dtype)
     step = chunk_tokens(len(weight), x.element_size())
-    room = x.new_empty((min(step, len(x)), len(weight)))
+    room = x.new_empty((min(step, len(x)), -(-len(weight) // WHOLE) * WHOLE))
     for start in range(0, len(x), step):
         rows, ids = x[start : start + step], targets[start : start + step]
-        logits = torch.mm(rows, weight.T, out=room[: len(rows)])
+        padded = room[: len(rows)]
+        logits = torch.mm(rows, weight.T, out=padded[:, : len(weight)])
         # The gradient takes the place of the logits.
-        d_logits = logits if of_x or of_weight else None
+        d_logits = padded if of_x or of_weight else None
         numbers = {"vocab_size": len(weight), "z_loss": 0.0}
-        run("cross_entropy", (d_logits, losses[start : start + step]), (logits, ready(ids)), **numbers)
+        run("cross_entropy", (d_logits, losses[start : start + step]), (padded, ready(ids)), **numbers)
         if of_x:
             torch.mm(logits, weight, out=d_x[start : start + step])
         if of_weight and start:
