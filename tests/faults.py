@@ -20,6 +20,7 @@ LOADER = "tests/data/batches/test_loader.py"
 OPTIMIZER = "tests/ops/test_optimizer.py"
 ATTENTION = "tests/ops/test_attention.py"
 LOAD = "tests/api/test_load.py"
+ARRAYS = "tests/ops/test_arrays.py"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,15 @@ def _of_op(op: str, test: str, wrong: Callable[..., Any]) -> Fault:
 FAULTS = {
     # the maths of ops
     "rope_frequencies_off_by_one": Fault("llmq.engine.stored:rope_table", (GOLDEN,), _off_by_one),
+    "what_is_not_needed_is_made": Fault(
+        "llmq.ops.arrays:_needed", (ARRAYS,), lambda real, needs, **outputs: frozenset(outputs.values())
+    ),
+    "heads_turn_back_forwards": Fault(
+        "llmq.ops.reference.rope:_turn_heads", (ARRAYS,), lambda real, out, x, cos, sin, sign: real(out, x, cos, sin, 1)
+    ),
+    "weights_are_scaled_as_activations": Fault(
+        "llmq.ops.linear_maps:_read_by", (ARRAYS,), lambda real, role, layout, scaling: real("x", layout, scaling)
+    ),
     "rope_turns_backwards": Fault(
         "llmq.ops.reference.rope:_turned",
         ("tests/ops/test_rope.py",),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.errors import UsageError
 from llmq.operands import Tensor
 from llmq.ops.reference import OPS
 from llmq.ops.routines import Given, Numbers, Operands, Routine, Written, output
@@ -44,6 +45,8 @@ def bind(
         for name, x in inputs.items():
             array = next(places) if x.form is None else next(places).view(DTYPES[x.form.dtype])
             given[name] = Tensor(name, array, x.shape, x.form, next(places) if x.scale else None)
+        if not all(x.flags.writeable for x in written):
+            raise UsageError(f"{routine.name}: out is read-only: give memory that may be written")
         targets = dict(zip((name for name, result in results.items() if result), written, strict=True))
         # an op may write in slices of rows, which a view need not have
         own = {name: x if x.flags.c_contiguous else np.empty(x.shape, x.dtype) for name, x in targets.items()}

@@ -193,6 +193,7 @@ MISTAKES = {
         lambda: ops.swiglu(normal(2, 4), out=np.empty((2, 2), np.float32)),
         r"\(2, 2\) in fp32, not \(2, 2\) in fp64",
     ),
+    "read-only": (lambda: ops.swiglu(normal(2, 4), out=np.frombuffer(bytes(32)).reshape(2, 2)), "out is read-only"),
     "too few": (
         lambda: ops.rmsnorm(normal(2, C), normal(C), eps=0.1, out=normal(2, C)),
         "out has 1 arrays, not 2: x, rstd",
