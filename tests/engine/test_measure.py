@@ -304,7 +304,7 @@ def test_a_gpu_is_timed_by_its_own_events():
     backend, clock = CudaBackend(), CudaClock()
     speed = measure(spec_of(BF16, config=config), backend, clock, **{**RUN, "warmup": 3})
     assert all(0 < s < 1 for s in speed.seconds) and all(0 < call.ms < 100 for call in speed.calls)
-    assert speed.peak_bytes > 0 and len(set(speed.losses)) == 6
+    assert speed.peak_bytes and len(set(speed.losses)) == 6  # of the whole card: other processes may free memory
     start = clock.mark()
     with backend.stream:
         import cupy
