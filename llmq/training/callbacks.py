@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from llmq.errors import UsageError
+from llmq.errors import UsageError, WorldError
 from llmq.model.parameters import parameter_rows
 from llmq.plugins import Table, table
 from llmq.training.hooks import Ask, Hook, RunView
@@ -241,7 +241,10 @@ class Run:
                 f"run.{ASKED_BY[what]}() is for a callback's on_begin, on_step, on_evaluate and on_end, and on one GPU "
                 "on_checkpoint: call it there"
             )
-        return ask(self._ready, self._now.engine, what, *about, own=own)
+        self._is_served = self._ready.ranks.size == 1  # others do not wait any more where this fails
+        found = ask(self._ready, self._now.engine, what, *about, own=own)
+        self._is_served = True
+        return found
 
 
 ASKED_BY = {"loss": "evaluate", "parameter": "parameter", "texts": "generate"}
@@ -299,6 +302,7 @@ class Callbacks(Hook):
     def on_save(self, run: RunView, path: Path, step: int) -> None:
         """Calls on_checkpoint, which of many ranks each knows of at a time of its own."""
         self._call("on_checkpoint", run, path, is_served=self._ranks.size == 1)
+        self._run._is_served = False
 
     def on_end(self, run: RunView, result: TrainResult) -> None:
         """Calls on_end."""
@@ -314,22 +318,26 @@ class Callbacks(Hook):
             except Exception as error:
                 self._log.notice(f"The callback {name} failed in {moment} at step {run.progress.step}: {error}")
                 raise
-        self._run._is_served = False
 
     def _together(self, moment: str, run: RunView, *about: object) -> None:
         """As `_call`, while the other ranks do what callbacks ask of all; what one raises ends them, too."""
         if self._ranks.size == 1:
             self._call(moment, run, *about)
+            self._run._is_served = False
         elif self._ranks.is_first:
             failed = None
             try:
                 with nullcontext() if moment == "on_step" else self._ranks.long(f"callbacks: {moment}"):
                     self._call(moment, run, *about)
+                if not self._run._is_served:
+                    raise WorldError("a callback went on after what it asked of all ranks had failed: let it fail, too")
             except BaseException as error:
                 failed = f"{type(error).__name__}: {error}"
                 raise
             finally:
-                end(self._ready, [self._run.asked.value, self._run.stopped_by, failed])
+                if self._run._is_served:
+                    end(self._ready, [self._run.asked.value, self._run.stopped_by, failed])
+                self._run._is_served = False
         else:
             asked, self._run.stopped_by, failed = serve(self._ready, lambda: run.engine)
             self._run.asked = Ask(asked)

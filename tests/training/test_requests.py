@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from llmq import Callback, Trainer
 from llmq.errors import DataError, MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.report.read import read_log
+from llmq.training import requests
 from llmq.training.ranks import Ranks
 from llmq.training.records import EvalRecord
 
@@ -170,6 +172,31 @@ def test_what_a_callback_gets_wrong_on_many_ranks_ends_all(given):
     given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None}
     with pytest.raises((UsageError, RuntimeError), match="data is a int"):
         train_on_ranks(2, given, callbacks=[lambda run, record: run.evaluate(5)])
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_request_that_fails_ends_all_ranks(given, monkeypatch, catches):
+    """Also where a callback would go on: the ranks are no longer together."""
+    given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None}
+
+    def fails(run, *about):
+        raise ValueError(f"on rank {run.ranks.rank}")
+
+    def looks(run, record):
+        with suppress(ValueError) if catches else nullcontext():
+            run.evaluate()
+
+    monkeypatch.setattr(requests, "WORK", {"loss": fails})
+    with pytest.raises(ValueError, match="on rank"):
+        train_on_ranks(2, given, callbacks=[looks])
+    llmq.train(**{**given, "name": "alone", "steps": 2}, callbacks=[lambda run, record: suppressed(run)])
+
+
+def suppressed(run):
+    """A request that fails, on one rank."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on rank 0"):
+            run.evaluate()
 
 
 def test_asking_at_no_moment_of_the_run_is_refused(given):
