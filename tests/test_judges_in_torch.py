@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -298,8 +299,16 @@ def test_a_copy_of_a_patched_model_is_one():
     patch_model(model)
     other = copy.deepcopy(model)
     assert_close(step(other), right)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    tokens = {"input_ids": batch()["input_ids"]}
+    assert torch.allclose(other(**tokens).logits, 2 * model(**tokens).logits, atol=1e-6)
     unpatch_model(other)
     assert model(**batch()).logits is None and other(**batch()).logits is not None
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    assert_close(step(torch.load(stored, weights_only=False)), right)
 
 
 def test_checkpointing_of_activations():

@@ -23,8 +23,9 @@ Forward = Callable[..., Any]
 
 
 def ours(forward: Forward) -> Forward:
-    """Marks a forward as one of these."""
+    """Marks a forward as one of these. A pickled model has its own again: methods are stored by their name."""
     vars(forward)["is_of_llmq"] = True
+    forward.__name__ = "forward"
     return forward
 
 
@@ -86,7 +87,8 @@ def model_forward(model: Any) -> Forward:
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils.generic import can_return_tuple
 
-    own = model.forward
+    theirs = vars(model).get("forward")  # another library's
+    own = type(model).forward if theirs is None else _of_any(theirs)
 
     @ours
     @can_return_tuple
@@ -98,7 +100,8 @@ def model_forward(model: Any) -> Forward:
         shifted = kwargs.get("shift_labels")
         trains = patch is not None and self._llmq_loss and self.training and (labels is not None or shifted is not None)
         if not trains or len(args) > BEFORE_LABELS or _is_special(self, kwargs):
-            return own(*args, **kwargs) if labels is None else own(*args, labels=labels, **kwargs)
+            given = kwargs if labels is None else {**kwargs, "labels": labels}
+            return own(self, *args, **given)
         found = self.model(*args, **{name: value for name, value in kwargs.items() if name not in OF_LOSS})
         x, weight = found.last_hidden_state, self.lm_head.weight
         loss = causal_loss(x, weight, labels, shifted, kwargs.get("num_items_in_batch"))
@@ -106,6 +109,11 @@ def model_forward(model: Any) -> Forward:
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
 
     return forward
+
+
+def _of_any(forward: Any) -> Forward:
+    """A module's forward as a function of the module, of which a copy is another one."""
+    return getattr(forward, "__func__", None) or (lambda self, *args, **kwargs: forward(*args, **kwargs))
 
 
 def _is_special(model: Any, given: dict[str, Any]) -> bool:

@@ -42,9 +42,10 @@ def quantize_e4m3(x: torch.Tensor, columns: bool) -> Three:
     run("amax_scale", (scale,), (flat,), limit=LARGEST["e4m3"])
     copies = [Copy(rows, scale, ROWS, flat.shape, NAMES[x.dtype])]
     if columns:
-        if turned.shape[1] > len(rows):
-            turned[:, len(rows) :] = 0
-        copies.append(Copy(turned[:, : len(rows)], scale, COLUMNS, flat.shape, NAMES[x.dtype]))
+        count = rows.shape[0]
+        if turned.shape[1] > count:
+            turned[:, count:] = 0
+        copies.append(Copy(turned[:, :count], scale, COLUMNS, flat.shape, NAMES[x.dtype]))
     run("cast", (tuple(copies),), (flat,))
     return rows, turned, scale
 
@@ -64,7 +65,7 @@ def product(
     `fast` keeps fewer bits of partial sums, as llmq does but for gradients of weights.
     """
     if not left.is_cuda:
-        y = left.new_empty((len(left), len(right)), dtype=dtype)
+        y = left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
         copies = [Copy(x, scale, ROWS, x.shape, "bf16") for x, scale in zip((left, right), scales, strict=True)]
         run("linear_forward", (y,), (*copies, bias, None))
         return y
@@ -93,7 +94,7 @@ def _backward(ctx: Any, d_y: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], len(weight)))
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @op(
@@ -115,7 +116,7 @@ def linear_e4m3(
 ) -> torch.Tensor:
     """y (...,N) <- the copies of x (...,K) and weight (N,K), which only say where gradients go, and bias (N,)."""
     y = product(x_rows, w_rows, (x_scale, w_scale), x.dtype, None if bias is None else bias.to(x.dtype))
-    return y.view(*x.shape[:-1], len(weight))
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _fake_backward(
@@ -131,7 +132,7 @@ def _fake_backward(
     return (
         d_y.new_empty((*d_y.shape[:-1], w_rows.shape[1]) if of_x else 0),
         d_y.new_empty(w_rows.shape if of_weight else 0),
-        d_y.new_empty(len(w_rows) if of_bias else 0),
+        d_y.new_empty(w_rows.shape[0] if of_bias else 0),
     )
 
 
@@ -151,14 +152,15 @@ def linear_e4m3_backward(
     of_bias: bool,
 ) -> Three:
     """Gradients of x, weight and bias, empty where not asked for <- d_y (...,N), copies of x and weight."""
-    d_x, d_weight, d_bias = _fake_backward(d_y, x_columns, x_scale, w_rows, w_scale, of_x, of_weight, of_bias)
     rows, columns, scale = quantize_e4m3(d_y, of_weight)
+    d_x, d_weight, d_bias = (d_y.new_empty(0) for _ in range(3))
     if of_x:
-        d_x = product(rows, turned(w_rows, w_scale), (scale, w_scale), d_y.dtype).view(d_x.shape)
+        d_x = product(rows, turned(w_rows, w_scale), (scale, w_scale), d_y.dtype)
+        d_x = d_x.view(*d_y.shape[:-1], w_rows.shape[1])
     if of_weight:
         d_weight = product(columns, x_columns, (scale, x_scale), d_y.dtype, fast=False)
     if of_bias:
-        torch.sum(d_y.reshape(-1, len(w_rows)), 0, out=d_bias)
+        d_bias = d_y.reshape(-1, w_rows.shape[0]).sum(0)
     return d_x, d_weight, d_bias
 
 

@@ -36,7 +36,7 @@ def _backward(ctx: Any, d_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     # A graph that is traced decides by itself what it overwrites.
     scale = torch.Tensor.mul_ if type(d_loss) is torch.Tensor else torch.mul
     found = (
-        scale(gradient, d_loss.to(gradient.dtype)) if wanted else None
+        scale(gradient, d_loss) if wanted else None
         for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
     )
     return (*found, None, None, None)
@@ -54,16 +54,17 @@ def _linear_cross_entropy(
 ) -> Three:
     """Sum of losses (), d_x (M,C), d_weight (V,C) <- x (M,C), weight (V,C), targets (M,) int32, -100: not trained."""
     loss, d_x, d_weight = _fake(x, weight, targets, of_x, of_weight)
-    losses = x.new_empty(len(x), dtype=loss.dtype)
-    step = chunk_tokens(len(weight), x.element_size())
-    room = x.new_empty((min(step, len(x)), -(-len(weight) // WHOLE) * WHOLE))
-    for start in range(0, len(x), step):
+    (count, _), (words, _) = x.shape, weight.shape
+    losses = x.new_empty(count, dtype=loss.dtype)
+    step = chunk_tokens(words, x.element_size())
+    room = x.new_empty((min(step, count), -(-words // WHOLE) * WHOLE))
+    for start in range(0, count, step):
         rows, ids = x[start : start + step], targets[start : start + step]
-        padded = room[: len(rows)]
-        logits = torch.mm(rows, weight.T, out=padded[:, : len(weight)])
+        padded = room[: rows.shape[0]]
+        logits = torch.mm(rows, weight.T, out=padded[:, :words])
         # The gradient takes the place of the logits.
         d_logits = padded if of_x or of_weight else None
-        numbers = {"vocab_size": len(weight), "z_loss": 0.0}
+        numbers = {"vocab_size": words, "z_loss": 0.0}
         run("cross_entropy", (d_logits, losses[start : start + step]), (padded, ready(ids)), **numbers)
         if of_x:
             torch.mm(logits, weight, out=d_x[start : start + step])

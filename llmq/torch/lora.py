@@ -23,7 +23,7 @@ Many = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: Any, a: torch.Tensor, b: torch.Tensor, *_: Any) -> Two:
-    return x.new_empty((*x.shape[:-1], len(weight))), x.new_empty((*x.shape[:-1], len(a)))
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), x.new_empty((*x.shape[:-1], a.shape[0]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
@@ -63,18 +63,17 @@ def lora_linear(
     w_scale: torch.Tensor | None,
 ) -> Two:
     """y (...,N), low (...,R) <- x (...,K), weight (N,K), bias (N,) or None, a (R,K), b (N,R), copies in e4m3."""
-    y, low = _fake(x, weight, bias, a, b)
-    rows, flat_low = x.reshape(-1, x.shape[-1]), low.view(-1, low.shape[-1])
-    torch.mm(rows, a.to(x.dtype).T, out=flat_low)
-    up = b.to(x.dtype).T
+    rows, up, leading = x.reshape(-1, x.shape[-1]), b.to(x.dtype).T, x.shape[:-1]
+    low = torch.mm(rows, a.to(x.dtype).T)
     if w_rows is not None and w_scale is not None and x_rows is not None and x_scale is not None:
-        flat = product(x_rows, w_rows, (x_scale, w_scale), x.dtype, bias)
-        return flat.addmm_(flat_low, up, alpha=scale).view(y.shape), low
-    flat = y.view(-1, y.shape[-1])
-    first, beta = (flat, 0) if bias is None else (bias, 1)
-    torch.addmm(first, flat_low, up, beta=beta, alpha=scale, out=flat)
-    flat.addmm_(rows, weight.T)
-    return y, low
+        y = product(x_rows, w_rows, (x_scale, w_scale), x.dtype, bias)
+        y.addmm_(low, up, alpha=scale)
+    else:
+        y = x.new_empty((rows.shape[0], weight.shape[0]))
+        first, beta = (y, 0) if bias is None else (bias, 1)
+        torch.addmm(first, low, up, beta=beta, alpha=scale, out=y)
+        y.addmm_(rows, weight.T)
+    return y.view(*leading, y.shape[1]), low.view(*leading, low.shape[1])
 
 
 def _fake_backward(
@@ -96,7 +95,7 @@ def _fake_backward(
     return (
         d_y.new_empty((*d_y.shape[:-1], width) if of_x else 0),
         weight.new_empty(weight.shape if of_weight else 0),
-        d_y.new_empty(len(weight) if of_bias else 0),
+        d_y.new_empty(weight.shape[0] if of_bias else 0),
         a.new_empty(a.shape if of_a else 0),
         b.new_empty(b.shape),
     )
@@ -154,7 +153,7 @@ def lora_linear_backward(
 
 def takes_one_pass(d_y: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether the kernel that reads d_y (M,N) once has this rank and width."""
-    return d_y.dtype is torch.bfloat16 and up.shape[1] in ONE_PASS and not len(up) % WHOLE
+    return d_y.dtype is torch.bfloat16 and up.shape[1] in ONE_PASS and not up.shape[0] % WHOLE
 
 
 def why_lora_left(layer: Any) -> str | None:
