@@ -55,6 +55,7 @@ def test_a_process_beside_this_one_trains_with_it(given):
     assert again.steps == 4 and again.model_path.is_dir() and weights_of(again.checkpoint_path)
 
 
+@pytest.mark.slow
 def test_an_error_here_ends_the_other(given, monkeypatch):
     started = []
     own = LocalRank.__init__

@@ -132,6 +132,7 @@ class Asks(Callback):
         self.look(run, "end")
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("level", [0, 2, 3])
 def test_all_ranks_do_what_the_callbacks_of_the_first_ask(given, level):
     given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "steps": 2, "zero_level": level}
@@ -174,6 +175,7 @@ def test_what_a_callback_gets_wrong_on_many_ranks_ends_all(given):
         train_on_ranks(2, given, callbacks=[lambda run, record: run.evaluate(5)])
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("catches", [False, True])
 def test_a_request_that_fails_ends_all_ranks(given, monkeypatch, catches):
     """Also where a callback would go on: the ranks are no longer together."""
@@ -242,6 +244,7 @@ def test_callbacks_have_the_model_write_as_sample_prompts_does(given):
     assert [one.tokens for one in written] == shown[2]
 
 
+@pytest.mark.slow
 def test_answers_may_be_drawn(given):
     """Others at each step and for each sample, the same in a resumed run; of a low temperature the likeliest."""
     given |= {"sample_length": 20, "ckpt_interval": 4, "ckpt_keep_n": 0}
@@ -269,6 +272,7 @@ def test_text_is_written_by_the_tokenizer_of_the_run(on_text):
     assert len(found["cut"].text) <= 2
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("level", [0, 3])
 def test_ranks_write_together(given, level):
     given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None, "zero_level": level, "steps": 4}
@@ -300,6 +304,7 @@ def test_what_cannot_be_written_is_refused(given, options, settings, match):
         llmq.train(**{**given, **options}, callbacks=[Writes(**settings)])
 
 
+@pytest.mark.slow
 def test_room_for_answers_is_planned_and_leaving_it_out_is_advised(given, monkeypatch):
     with_it, without = (llmq.train(**{**given, **more}, dry_run=True).plan for more in ({"sample_length": 20}, {}))
     assert without.total_bytes < with_it.total_bytes

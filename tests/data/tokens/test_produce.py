@@ -30,7 +30,7 @@ from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.disk import cache_folder
 from llmq.errors import DataError, StorageError
 
-SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "ROWS_CHARACTERS": 300, "BATCH_ROWS": 7, "BLOCK_BYTES": 100}
+SMALL = {"PART_TOKENS": 400, "BATCH_CHARACTERS": 300, "ROWS_CHARACTERS": 500, "BATCH_ROWS": 7, "BLOCK_BYTES": 100}
 
 
 @pytest.fixture
