@@ -262,6 +262,7 @@ def test_products_are_those_of_the_cpu(dtype, width):
     close("bf16", *run("linear", [x, weight], {}))
     if width == EVEN or dtype == "fp32":
         close("bf16", *run("linear", [x, weight, bias, d_y], {}))
+        close("bf16", *run("linear", [x, weight, bias, d_y], {}, (3,)))
         close("bf16", *run("linear_backward", [d_y, x, weight], {"needs": ("x", "weight", "bias")}))
     if width == EVEN and dtype == "bf16":
         close("bf16", *run("linear", [x, weight, bias], {"dtype": "e4m3"}))
