@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -78,7 +78,7 @@ def as_array(x: Any) -> Any:
     No bytes are copied. bf16 has the dtype of ml_dtypes; fp8 is uint8 in CuPy. UsageError for what is no array, for
     dtypes that llmq does not have, and for tensors that need a gradient.
     """
-    if isinstance(x, np.ndarray) or _is_cupy(x):
+    if isinstance(x, np.ndarray) or _is_cupy(type(x)):
         return x
     found = x if isinstance(x, DeviceArray) else _from_dlpack(x)
     return _cupy_array(found) if isinstance(found, DeviceArray) else found
@@ -86,17 +86,19 @@ def as_array(x: Any) -> Any:
 
 def operand(x: Any, name: str) -> Operand:
     """`x` as a call takes it; UsageError, which says of what, as `as_array`."""
-    if isinstance(x, Operand):
+    kind = type(x)
+    if kind is np.ndarray or _is_cupy(kind):
+        dtype = NAMES.get(x.dtype) or _refused(x.dtype, name)
+        strides = None if x.flags.c_contiguous else x.strides
+        if kind is np.ndarray:
+            return Operand(x, x.shape, dtype, None, strides)
+        memory = x.data  # `x.device` would be made anew, which takes microseconds
+        return Operand(memory.ptr, x.shape, dtype, memory.device_id, strides)
+    if kind is Operand:
         return x
-    if isinstance(x, DeviceArray):
+    if kind is DeviceArray:
         return Operand(*x[:5])
-    if isinstance(x, np.ndarray):
-        strides = None if x.flags.c_contiguous else x.strides
-        return Operand(x, x.shape, _name(x.dtype, name), None, strides)
-    if _is_cupy(x):
-        strides = None if x.flags.c_contiguous else x.strides
-        return Operand(int(x.data.ptr), x.shape, _name(x.dtype, name), int(x.device.id), strides)
-    return operand(_from_dlpack(x, name), name)
+    return operand(x.view(np.ndarray) if isinstance(x, np.ndarray) else _from_dlpack(x, name), name)
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
@@ -108,14 +110,12 @@ def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
     return cupy.empty(shape, DTYPES[STORED_AS.get(dtype, dtype)])
 
 
-def _is_cupy(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] == "cupy"
+def _is_cupy(kind: type) -> bool:
+    return kind.__module__.split(".", 1)[0] == "cupy"
 
 
-def _name(dtype: np.dtype, name: str) -> str:
-    if dtype not in NAMES:
-        raise UsageError(f"{name} has the dtype {dtype}, which llmq lacks: use fp32, bf16, fp64 or int32")
-    return NAMES[dtype]
+def _refused(dtype: np.dtype, name: str) -> NoReturn:
+    raise UsageError(f"{name} has the dtype {dtype}, which llmq lacks: use fp32, bf16, fp64 or int32")
 
 
 def _from_dlpack(x: Any, name: str = "x") -> np.ndarray | DeviceArray:
