@@ -1,8 +1,8 @@
 """Linear maps whose products are in e4m3: copies of a tensor with one scale for the whole, measured when it is made.
 
-Weights keep their own dtype; their copy lasts until an optimizer's next step. Activations and gradients are copied at
-each call, once for the maps that read the same tensor. For the weight's gradient a copy is transposed, as products in
-fp8 sum over what lies innermost.
+Activations and gradients are copied at each call, once for the maps that read the same tensor. Weights keep their own
+dtype. The scale of one that is trained lasts until an optimizer's next step, its copies as long as a product: rows in
+forward, columns in backward, as products in fp8 sum over what lies innermost. A frozen one keeps its rows.
 """
 
 from __future__ import annotations
@@ -50,10 +50,19 @@ def quantize_e4m3(x: torch.Tensor, columns: bool) -> Three:
     return rows, turned, scale
 
 
-def turned(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The columns (K,N) of a copy's rows (N,K)."""
-    found = rows.new_empty(rows.shape[::-1])
-    run("cast", ((Copy(found, scale, COLUMNS, rows.shape, "bf16"),),), (Copy(rows, scale, ROWS, rows.shape, "bf16"),))
+def rows_of(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (N,K) of a weight, rounded to `dtype` before, with this scale."""
+    rows = weight.new_empty(weight.shape, dtype=torch.uint8)
+    run("cast", ((Copy(rows, scale, ROWS, weight.shape, NAMES[dtype]),),), (ready(weight.detach()),))
+    return rows
+
+
+def columns_of(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The transpose (K,N) of `rows_of`: of the weight, or of these bytes."""
+    found = weight.new_empty(weight.shape[::-1], dtype=torch.uint8)
+    is_copy = weight.dtype is torch.uint8
+    of = Copy(weight, scale, ROWS, weight.shape, NAMES[dtype]) if is_copy else ready(weight.detach())
+    run("cast", ((Copy(found, scale, COLUMNS, weight.shape, NAMES[dtype]),),), (of,))
     return found
 
 
@@ -82,7 +91,8 @@ def product(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, bias, _, x_columns, x_scale, w_rows, w_scale = inputs
-    ctx.save_for_backward(x_columns, x_scale, w_rows, w_scale)
+    # The rows of a weight that is trained would live as long as the activations.
+    ctx.save_for_backward(x_columns, x_scale, weight if weight.requires_grad else w_rows, w_scale)
     ctx.needs = [x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad]
     ctx.dtype = weight.dtype
 
@@ -123,21 +133,21 @@ def _fake_backward(
     d_y: torch.Tensor,
     x_columns: torch.Tensor,
     x_scale: torch.Tensor,
-    w_rows: torch.Tensor,
+    weight: torch.Tensor,
     w_scale: torch.Tensor,
     of_x: bool,
     of_weight: bool,
     of_bias: bool,
 ) -> Three:
     return (
-        d_y.new_empty((*d_y.shape[:-1], w_rows.shape[1]) if of_x else 0),
-        d_y.new_empty(w_rows.shape if of_weight else 0),
-        d_y.new_empty(w_rows.shape[0] if of_bias else 0),
+        d_y.new_empty((*d_y.shape[:-1], weight.shape[1]) if of_x else 0),
+        d_y.new_empty(weight.shape if of_weight else 0),
+        d_y.new_empty(weight.shape[0] if of_bias else 0),
     )
 
 
 @op(
-    "linear_e4m3_backward(Tensor d_y, Tensor x_columns, Tensor x_scale, Tensor w_rows, Tensor w_scale, bool of_x,"
+    "linear_e4m3_backward(Tensor d_y, Tensor x_columns, Tensor x_scale, Tensor weight, Tensor w_scale, bool of_x,"
     " bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)",
     _fake_backward,
 )
@@ -145,22 +155,22 @@ def linear_e4m3_backward(
     d_y: torch.Tensor,
     x_columns: torch.Tensor,
     x_scale: torch.Tensor,
-    w_rows: torch.Tensor,
+    weight: torch.Tensor,
     w_scale: torch.Tensor,
     of_x: bool,
     of_weight: bool,
     of_bias: bool,
 ) -> Three:
-    """Gradients of x, weight and bias, empty where not asked for <- d_y (...,N), copies of x and weight."""
+    """Gradients of x, weight and bias, empty where not asked for <- d_y (...,N), a copy of x, weight or its rows."""
     rows, columns, scale = quantize_e4m3(d_y, of_weight)
     d_x, d_weight, d_bias = (d_y.new_empty(0) for _ in range(3))
     if of_x:
-        d_x = product(rows, turned(w_rows, w_scale), (scale, w_scale), d_y.dtype)
-        d_x = d_x.view(*d_y.shape[:-1], w_rows.shape[1])
+        d_x = product(rows, columns_of(weight, w_scale, d_y.dtype), (scale, w_scale), d_y.dtype)
+        d_x = d_x.view(*d_y.shape[:-1], weight.shape[1])
     if of_weight:
         d_weight = product(columns, x_columns, (scale, x_scale), d_y.dtype, fast=False)
     if of_bias:
-        d_bias = d_y.reshape(-1, w_rows.shape[0]).sum(0)
+        d_bias = d_y.reshape(-1, weight.shape[0]).sum(0)
     return d_x, d_weight, d_bias
 
 
@@ -205,12 +215,11 @@ def weight_copy(module: Any, dtype: torch.dtype) -> Two:
         rows, _, scale = quantize_e4m3(weight.detach().to(dtype), False)
         return rows, scale
     about = (weight.data_ptr(), weight._version, dtype, _steps[0] if weight.requires_grad else None)
-    known = vars(module).get("_llmq_copy")
-    if known is None or known[0] != about:
+    known, rows, scale = vars(module).get("_llmq_copy", (None, None, None))
+    if known != about:
         rows, _, scale = quantize_e4m3(weight.detach().to(dtype), False)
-        vars(module)["_llmq_copy"] = known = about, rows, scale
-    found: Two = known[1:]
-    return found
+        vars(module)["_llmq_copy"] = about, None if weight.requires_grad else rows, scale
+    return rows_of(weight, scale, dtype) if rows is None else rows, scale
 
 
 def forget_copy(module: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from llmq.torch.forwards import ours
-from llmq.torch.fp8 import forget_copy, input_copies, product, quantize_e4m3, turned, weight_copy
+from llmq.torch.fp8 import columns_of, forget_copy, input_copies, product, quantize_e4m3, weight_copy
 from llmq.torch.kernels import ready, run, takes
 from llmq.torch.library import op
 
@@ -138,7 +138,7 @@ def lora_linear_backward(
         d_a.copy_(d_low.T @ rows)
     if of_x and w_rows is not None and w_scale is not None:
         copy, _, d_scale = quantize_e4m3(d_rows, False)
-        flat = product(copy, turned(w_rows, w_scale), (d_scale, w_scale), d_y.dtype)
+        flat = product(copy, columns_of(w_rows, w_scale, d_y.dtype), (d_scale, w_scale), d_y.dtype)
         d_x = flat.addmm_(d_low, a.to(low.dtype)).view(*d_y.shape[:-1], weight.shape[1])
     elif of_x:
         flat = d_x.view(-1, d_x.shape[-1])
