@@ -21,6 +21,7 @@ from small_tokenizers import EOS, byte_level
 
 from llmq.errors import UsageError
 from llmq.torch import patch_model, unpatch_model
+from llmq.torch.head import chunk_tokens, linear_cross_entropy
 
 pytestmark = pytest.mark.judge
 
@@ -122,6 +123,22 @@ def test_padded_rows_and_labels_that_are_shifted():
     found = [model(**call) for call in calls]
     assert [one.loss.item() for one in found] == pytest.approx([one.loss.item() for one in right], rel=1e-6)
     assert [one.logits for one in found] == [None, None]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_chunks_of_tokens_are_the_whole(is_frozen, monkeypatch):
+    torch.manual_seed(0)
+    x, weight = torch.randn(37, 32, requires_grad=True), torch.randn(97, 32, requires_grad=not is_frozen)
+    targets = torch.randint(0, 97, (37,), dtype=torch.int32)
+    targets[5:9] = -100
+    right = torch.nn.functional.cross_entropy(x @ weight.T, targets.long(), reduction="sum")
+    wanted = torch.autograd.grad(right * 0.3, [x] if is_frozen else [x, weight])
+    monkeypatch.setattr("llmq.torch.head.CHUNK_BYTES", 1)
+    assert chunk_tokens(97, 32, 4) == 16
+    found = linear_cross_entropy(x, weight, targets)
+    assert found.item() == pytest.approx(right.item(), rel=1e-6)
+    for one, other in zip(torch.autograd.grad(found * 0.3, [x] if is_frozen else [x, weight]), wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_logits_are_there_where_no_loss_takes_their_place():

@@ -8,14 +8,15 @@ from llmq.tensor import IGNORED
 from llmq.torch.kernels import ready, run
 from llmq.torch.library import op
 
-CHUNK_BYTES = 160 * 2**20  # of logits: beyond 512 tokens of 152k words the products get no faster
+CHUNK_BYTES = 160 * 2**20  # of logits: 512 tokens of 152k words in bf16
+OF_WEIGHT = 3  # or this part of the weight's bytes: each chunk reads and writes the gradient, which is as large
 WHOLE = 8  # what kernels read of a row's words at a time
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def chunk_tokens(vocab_size: int, itemsize: int) -> int:
-    """Tokens whose logits are made at a time: a power of two."""
-    return 1 << max(4, (CHUNK_BYTES // (vocab_size * itemsize)).bit_length() - 1)
+def chunk_tokens(words: int, width: int, itemsize: int) -> int:
+    """Tokens whose logits are made at a time, of a head with a weight (words, width): a power of two."""
+    return 1 << max(4, max(CHUNK_BYTES // (words * itemsize), width // OF_WEIGHT).bit_length() - 1)
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, of_x: bool, of_weight: bool) -> Three:
@@ -54,9 +55,9 @@ def _linear_cross_entropy(
 ) -> Three:
     """Sum of losses (), d_x (M,C), d_weight (V,C) <- x (M,C), weight (V,C), targets (M,) int32, -100: not trained."""
     loss, d_x, d_weight = _fake(x, weight, targets, of_x, of_weight)
-    (count, _), (words, _) = x.shape, weight.shape
+    (count, width), words = x.shape, weight.shape[0]
     losses = x.new_empty(count, dtype=loss.dtype)
-    step = chunk_tokens(words, x.element_size())
+    step = chunk_tokens(words, width, x.element_size())
     room = x.new_empty((min(step, count), -(-words // WHOLE) * WHOLE))
     for start in range(0, count, step):
         rows, ids = x[start : start + step], targets[start : start + step]
