@@ -4,6 +4,7 @@ import copy
 import importlib
 import io
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,10 +18,13 @@ import transformers
 import trl
 from datasets import Dataset
 from golden import families
+from ops.emulated.gpu import install
 from small_tokenizers import EOS, byte_level
 
 from llmq.errors import UsageError
+from llmq.torch import kernels as on_memory
 from llmq.torch import patch_model, unpatch_model
+from llmq.torch.fp8 import COLUMNS, ROWS
 from llmq.torch.head import chunk_tokens, linear_cross_entropy
 
 pytestmark = pytest.mark.judge
@@ -404,6 +408,51 @@ def test_adapters_that_are_merged_into_maps_in_e4m3():
         base = model(**batch()).loss.item()
     merged = model.merge_and_unload().train()(**batch()).loss.item()
     assert merged == pytest.approx(before, rel=1e-3) and abs(merged - base) > 3 * abs(merged - before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="kernels run on the CPU as C++")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_were_planned_run_on_other_memory(dtype, monkeypatch, tmp_path_factory):
+    """Emulated: what a launcher chose on made-up addresses computes on a call's own what the reference does."""
+    torch.manual_seed(0)
+    x, gate, up = (torch.randn(2, 37, 48).to(dtype) for _ in range(3))
+    q, angles = torch.randn(2, 4, 37, 16).to(dtype).transpose(1, 2), torch.rand(1, 37, 16).to(dtype)
+    weight, rstd, scale = torch.randn(48).to(dtype), torch.rand(2, 37) + 0.5, torch.tensor([0.01])
+    logits, targets = torch.randn(37, 96).to(dtype), torch.randint(0, 90, (37,), dtype=torch.int32)
+
+    def copies():
+        row, col = torch.zeros(74, 48, dtype=torch.uint8), torch.zeros(48, 80, dtype=torch.uint8)
+        about = (74, 48), on_memory.NAMES[dtype]
+        return on_memory.Copy(row, scale, ROWS, *about), on_memory.Copy(col[:, :74], scale, COLUMNS, *about)
+
+    calls = [
+        ("rmsnorm_forward", lambda: (x.clone(), rstd.clone()), (x, weight), {"eps": 1e-5}),
+        ("rmsnorm_backward", lambda: (x.clone(), weight.clone()), (x, None, gate, weight, rstd), {}),
+        ("rmsnorm_backward", lambda: (x.clone(), None), (x, None, gate, weight, rstd), {}),
+        ("rope_heads_forward", lambda: (torch.empty(2, 37, 4, 16, dtype=dtype),) * 2, (q, q, angles, angles), {}),
+        ("swiglu_apart_backward", lambda: (x.clone(), x.clone()), (x, gate, up), {}),
+        (
+            "cross_entropy",
+            lambda: (logits.clone(), rstd[0].clone()),
+            (logits, targets),
+            {"vocab_size": 90, "z_loss": 0.0},
+        ),
+        ("cast", lambda: (copies(),), (x.view(74, 48),), {}),
+    ]
+    right = []
+    for op, outputs, inputs, numbers in calls:
+        right.append(outputs())
+        on_memory.run(op, right[-1], inputs, **numbers)
+    install(monkeypatch, tmp_path_factory.getbasetemp())
+    for (op, outputs, inputs, numbers), wanted in zip(calls, right, strict=True):
+        plan, found = on_memory.planned(op, outputs(), inputs, numbers), outputs()
+        on_memory.put(plan, [tensor for operand in (*found, *inputs) for tensor in on_memory._tensors(operand)])
+        for one, other in zip(found, wanted, strict=True):
+            for a, b in zip(on_memory._tensors(one), on_memory._tensors(other), strict=True):
+                assert torch.allclose(
+                    a.float(), b.float(), rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4
+                ), op
 
 
 @pytest.mark.slow
