@@ -126,7 +126,7 @@ class _Kept:
     ) -> None:
         assert not early, "it would begin before the call's turn"
         moved = [(i, *self._place(value)) for i, value in enumerate(arguments) if type(value) is int]
-        block = (threads,)
+        block, function = (threads,), getattr(function, "kernel", function)  # of the current GPU
 
         def step(at: Sequence[int]) -> None:
             values = [*arguments]
@@ -272,6 +272,22 @@ def bind(
         if "gemms" in vars(context):
             context.gemms.algorithms.save()  # what is lost with the folder is timed again by the next process
     return _bound(kept)
+
+
+def stand_in(slot: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> StandIn:
+    """An operand of `launches`, by its place among them; strides in bytes."""
+    return StandIn((slot + 1) * SLOT, shape, stored(dtype), strides)
+
+
+def launches(op: str, handles: Sequence[Any], numbers: Numbers, num_operands: int) -> tuple[list[Step], int]:
+    """What an op launches on the current GPU for handles over `stand_in`s, and bytes of scratch: steps that take the
+    addresses of these, 0, that of the scratch, and 0."""
+    import cupy
+
+    kept = _Kept(_context(cupy.cuda.runtime.getDevice()), num_operands, 0)
+    with gpu.given_to(kept.take):
+        kept.run(op, *handles, **numbers)
+    return kept.steps, kept.used_bytes
 
 
 def _bound(kept: _Kept) -> Callable[[Sequence[int], Sequence[int], Any], None]:

@@ -1,24 +1,23 @@
 """llmq's ops on the memory of torch's tensors: the NumPy reference on the CPU, kernels on CUDA on torch's stream.
 
 No bytes are copied, and what an op needs beside its arguments comes from torch's allocator. On CUDA a launcher runs
-once for each set of shapes, on made-up addresses; later calls put the kernels that it chose on the stream, with their
-own addresses: a launcher would take longer than some kernels, and eager training makes hundreds of calls a step.
+once for each set of shapes, and later calls put what it launched on the stream with addresses of their own
+(`llmq.ops.on_cuda`): a launcher would take longer than some kernels, and eager training makes hundreds of calls a step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
 from llmq.operands import Output, Tensor
 from llmq.ops.reference import OPS
-from llmq.ops.seam import Arguments, record
-from llmq.tensor import DTYPES, Form, Ref
+from llmq.tensor import DTYPES, Form
 
 NAMES = {
     torch.float32: "fp32",
@@ -27,7 +26,6 @@ NAMES = {
     torch.int32: "int32",
     torch.uint8: "uint8",
 }
-SPACE = 1 << 44  # bytes from one made-up address to the next: more than any tensor has
 ALIGNMENT = 16  # bytes: what kernels read at a time
 
 
@@ -46,9 +44,9 @@ Written = torch.Tensor | tuple[Copy, ...] | None  # copies of one value
 
 
 class Planned(NamedTuple):
-    """The kernels of a call. Of arguments pairs are (which of the call's tensors, bytes from its start)."""
+    """The launches of a call, as `llmq.ops.on_cuda.launches` gives them."""
 
-    launches: tuple[tuple[Any, tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], ...]
+    steps: Sequence[Callable[[Sequence[int]], None]]
     scratch_bytes: int
 
 
@@ -91,14 +89,14 @@ def run(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], **number
 
 
 def put(plan: Planned, tensors: Sequence[torch.Tensor]) -> None:
-    """Puts the kernels of a plan on CuPy's current stream, for the tensors of a call in their order."""
-    places = [tensor.data_ptr() for tensor in tensors]
+    """Puts the launches of a plan on CuPy's current stream, for the tensors of a call in their order."""
+    start = 0
     if plan.scratch_bytes:  # free for others once this is queued: torch gives it to work on this stream alone
         scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=tensors[0].device)
-        places.append(scratch.data_ptr())
-    for function, grid, threads, arguments, shared in plan.launches:
-        given = tuple(places[a[0]] + a[1] if type(a) is tuple else a for a in arguments)
-        function(grid, threads, given, shared_mem=shared)
+        start = scratch.data_ptr()
+    at = (*[tensor.data_ptr() for tensor in tensors], 0, start, 0)
+    for step in plan.steps:
+        step(at)
 
 
 _plans: dict[tuple[Any, ...], Planned] = {}
@@ -156,70 +154,15 @@ def _output(y: Written, array: Callable[..., Any]) -> Output:
     return Output("y", y[0].shape, y[0].dtype, copies)
 
 
-class _Address(NamedTuple):
-    ptr: int
-
-
-class _Array:
-    """What launchers ask of an array."""
-
-    def __init__(self, address: int, tensor: torch.Tensor) -> None:
-        self.data, self.shape, self.ndim = _Address(address), tuple(tensor.shape), tensor.ndim
-        self.dtype = DTYPES[NAMES[tensor.dtype]]
-        self.itemsize, self.size = self.dtype.itemsize, math.prod(self.shape)
-        self.nbytes = self.size * self.itemsize
-        self.strides = tuple(step * self.itemsize for step in tensor.stride())
-
-
 def planned(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], numbers: dict[str, Any]) -> Planned:
-    """The kernels that the launcher of an op chooses for these operands; UsageError for what it does not take."""
-    from llmq.ops.cuda import KERNELS
-    from llmq.ops.cuda import launch as gpu
+    """What the launcher of an op launches for these operands; UsageError for what it does not take."""
+    from llmq.ops import on_cuda
 
-    addresses = iter(range(SPACE, 1 << 63, SPACE))
+    slots = count()  # in the order of the tensors of `run`
 
-    def array(tensor: torch.Tensor, form: Form | None = None) -> _Array:
-        return _Array(next(addresses), tensor)
+    def array(tensor: torch.Tensor, form: Form | None = None) -> Any:
+        strides = tuple(step * tensor.element_size() for step in tensor.stride())
+        return on_cuda.stand_in(next(slots), tuple(tensor.shape), NAMES[tensor.dtype], strides)
 
-    kernel = KERNELS[op]
-    size = kernel.needed(_arguments(op, outputs, inputs, numbers), gpu.capability())
-    # In the order of `run`: a made-up address says which tensor it stands for.
-    given = [_output(y, array) for y in outputs], [_input(x, array) for x in inputs]
-    if size:
-        scratch = _Array(next(addresses), torch.empty(size, dtype=torch.uint8, device="meta"))
-        numbers = {**numbers, "scratch": scratch}
-    with gpu.noted() as launches:
-        kernel.launch(*given[0], *given[1], **numbers)
-    made = tuple(
-        (
-            getattr(one.function, "kernel", one.function),
-            one.grid,
-            (one.threads,),
-            tuple(map(_place, one.arguments)),
-            one.shared_bytes,
-        )
-        for one in launches
-    )
-    return Planned(made, size)
-
-
-def _place(argument: Any) -> Any:
-    if type(argument) is not int or argument < SPACE:
-        return argument
-    number, offset = divmod(argument, SPACE)
-    return number - 1, offset
-
-
-def _arguments(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], numbers: dict[str, Any]) -> Arguments:
-    """A call as scratch and refusals are worked out from it."""
-    about = record(op)
-
-    def refs(name: str, operand: Operand | Written) -> tuple[Ref, ...]:
-        if isinstance(operand, torch.Tensor):
-            return (Ref(name, "activation", tuple(operand.shape), NAMES[operand.dtype]),)
-        copies = () if operand is None else (operand,) if isinstance(operand, Copy) else operand
-        return tuple(Ref(name, "activation", copy.shape, copy.dtype, form=copy.form) for copy in copies)
-
-    reads = {name: refs(name, x)[0] for name, x in zip(about.inputs, inputs, strict=True) if x is not None}
-    writes = {name: refs(name, y) for name, y in zip(about.outputs, outputs, strict=True) if y is not None}
-    return Arguments(reads, writes, numbers)
+    handles = [*(_output(y, array) for y in outputs), *(_input(x, array) for x in inputs)]
+    return Planned(*on_cuda.launches(op, handles, numbers, next(slots)))

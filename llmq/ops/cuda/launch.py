@@ -294,19 +294,6 @@ def given_to(take: Take) -> Iterator[None]:
         _put.reset(token)
 
 
-@contextmanager
-def noted() -> Iterator[list[KernelLaunch]]:
-    """The kernels that launchers would put on the stream in this thread, to be repeated on other memory."""
-    found: list[KernelLaunch] = []
-
-    def note(one: KernelLaunch | Zeros) -> None:
-        assert isinstance(one, KernelLaunch), "no kernel"
-        found.append(one)
-
-    with given_to(note):
-        yield found
-
-
 def _argument(given: Any) -> Any:
     if isinstance(given, Output):
         return plain(given)
