@@ -341,8 +341,12 @@ def test_checkpointing_of_activations():
 
 
 @pytest.mark.slow
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("make", [made, lambda: adapted(made("llama3"))], ids=["model", "lora"])
-@pytest.mark.parametrize(("linear", "backend"), [("bf16", "aot_eager"), ("bf16", "inductor"), ("e4m3", "aot_eager")])
+@pytest.mark.parametrize(
+    ("linear", "backend"),
+    [("bf16", "aot_eager"), ("e4m3", "aot_eager"), pytest.param("bf16", "inductor", marks=pytest.mark.sweep)],
+)
 def test_compiled_without_a_break(make, linear, backend):
     model = make()
     right = step(model)
@@ -412,7 +416,7 @@ def test_adapters_that_are_merged_into_maps_in_e4m3():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="kernels run on the CPU as C++")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.sweep), torch.bfloat16])
 def test_kernels_that_were_planned_run_on_other_memory(dtype, monkeypatch, tmp_path_factory):
     """Emulated: what a launcher chose on made-up addresses computes on a call's own what the reference does."""
     torch.manual_seed(0)

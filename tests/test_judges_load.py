@@ -70,6 +70,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
 def test_an_adapter_reads_as_in_peft(kind, family, tmp_path):

@@ -27,6 +27,7 @@ NAMES = {
     torch.uint8: "uint8",
 }
 ALIGNMENT = 16  # bytes: what kernels read at a time
+MOST_PLANS = 4096  # that are kept: lengths of batches may never repeat
 
 
 class Copy(NamedTuple):
@@ -84,6 +85,8 @@ def run(op: str, outputs: Sequence[Written], inputs: Sequence[Operand], **number
     with torch.cuda.device(device) if device != torch._C._cuda_getDevice() else _HERE, _stream(address, device):
         plan = _plans.get(key)
         if plan is None:
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
             plan = _plans[key] = planned(op, outputs, inputs, numbers)
         put(plan, tensors)
 

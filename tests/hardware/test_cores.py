@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_as_many_work_at_once_as_there_are_cores_and_the_first_error_ends_it(mon
 
     def work(item):
         begun.append(item)
+        time.sleep(0.001)
         raise OSError(f"item {item}")
 
     with pytest.raises(OSError, match="item 0"):

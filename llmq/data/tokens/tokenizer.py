@@ -73,7 +73,7 @@ class TextTokenizer:
         path, sha256 = folder / "tokenizer.json", tokenizer_hash(folder)
         try:
             encoder = _encoder(folder)
-            in_pieces = tokenizes_in_pieces(json.loads(path.read_text(encoding="utf-8")))
+            in_pieces = tokenizes_in_pieces(_described(encoder))
         except Exception as error:  # the library raises bare Exceptions, with the reason
             raise DataError(
                 f"{path} cannot be loaded ({error}): get the tokenizer's files again, or upgrade the tokenizers package"
@@ -134,6 +134,15 @@ def _encoder(folder: Path) -> tokenizers.Tokenizer:
     encoder.no_padding()
     encoder.encode_special_tokens = True
     return encoder
+
+
+def _described(encoder: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What its tokenizer.json says of it but for the vocabulary, which takes long to read."""
+    parts = {name: getattr(encoder, name) for name in ("normalizer", "pre_tokenizer")}
+    states = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}
+    names = ("content", "special", "lstrip", "rstrip")
+    added = [{name: getattr(token, name) for name in names} for token in encoder.get_added_tokens_decoder().values()]
+    return {**states, "added_tokens": added, "model": {"dropout": getattr(encoder.model, "dropout", None)}}
 
 
 def num_ids(source: str) -> int:
