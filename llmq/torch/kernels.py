@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -40,8 +40,8 @@ class Copy(NamedTuple):
     dtype: str
 
 
-Operand = torch.Tensor | Copy | None
-Written = torch.Tensor | tuple[Copy, ...] | None  # copies of one value
+Operand: TypeAlias = torch.Tensor | Copy | None
+Written: TypeAlias = torch.Tensor | tuple[Copy, ...] | None  # copies of one value
 
 
 class Planned(NamedTuple):
