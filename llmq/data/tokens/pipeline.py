@@ -204,7 +204,8 @@ class Worker:
         about: dict[str, Any] = {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, **about)
         theirs.close()
-        self._pipe.send(encoder.again)
+        with suppress(OSError):  # of a process that has ended: `encode` says so
+            self._pipe.send(encoder.again)
 
     def encode(self, batch: Placed[AnyRow]) -> TokenBatch:
         """As `encode_rows`; LlmqError if the process ends."""
@@ -258,7 +259,7 @@ class Workers:
 @contextmanager
 def workers_for(encoder: Encoder | None) -> Iterator[Workers | None]:
     """Within, workers for all cores of this process; None for text, one core, and a library set to use one thread."""
-    count = 1 if encoder is None or _is_single() else min(num_cores(), MOST_PROCESSES)
+    count = 1 if _is_single() else min(num_cores(), MOST_PROCESSES)
     if encoder is None or count == 1:
         yield None
         return
