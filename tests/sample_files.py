@@ -1,5 +1,5 @@
 """Files for tests, as llmq writes them: token files, also as llm.q writes them (versions 1 and 2), checkpoints of a few
-tensors, saved as a run on one rank saves them, and logs of runs."""
+tensors, saved as a run on one rank saves them, and logs of runs, ours and one as llm.q writes it."""
 
 import io
 import math
@@ -114,3 +114,45 @@ def write_run(
             log.record("samples", step=3, samples=samples)
         log.end("finished", eval_loss=0.5)
     return folder
+
+
+def _object(kind: str, step: int, text: str, second: str = "0.5") -> str:
+    """An object as llm.q formats it."""
+    return f'  {{"log": "{kind}", "time": "2025-09-10 12:34:5{second}", "step": {step}, {text}}}'
+
+
+def log_of_llm_q(steps: int = 4) -> str:
+    """All kinds of objects, with NaN and infinity as C++ writes them, and quotes that are not escaped."""
+    lines = [
+        _object("cmd", 0, '"cmd": ["./train", "--name=a \\"b"]'),
+        _object("option", 0, '"name": "name", "value": "c++"'),
+        _object("option", 0, '"name": "learning-rate", "value": 1e-05'),
+        _object("option", 0, '"name": "train-file", "value": "data/train.bin"'),
+        _object("option", 0, '"name": "out-dir", "value": "a "quoted" folder"'),
+        _object("gpu-model", 0, '"rank": 0, "id": 0, "name": "NVIDIA RTX 4090", "memory": 25757220864'),
+        _object("sol", 0, '"rank": 0, "blocks": 7, "lm_head": 3, "attention": 1, "tps": 40000'),
+        _object("dataset", 0, '"split": "train", "files": 1, "tokens": 5000, "seed": 7'),
+        _object("allocator", 0, '"stats": [{"name": "weights", "device": 1048576, "managed": 0, "pinned": 2097152}]'),
+        _object("info", 0, '"type": "message", "message": "Setup took 3 seconds"'),
+    ]
+    for step in range(steps):
+        loss = "nan" if step == 2 else f"{5 / (step + 1)}"
+        if step and step % 2 == 0:
+            lines.append(_object("info", step, '"type": "message", "message": "saving checkpoint to `ckpt/c++`"'))
+            numbers = f'"epoch": {step / 4}, "eval_tokens": 512, "duration_ms": 50, "loss": {3 - step / 10}'
+            lines.append(_object("eval", step, numbers))
+        for rank in (0, 1):
+            state = '"clock": 2520, "power": 380500, "temperature": 61, "gpu_util": 98.5, "mem_util": -1, "fan": 0'
+            state += f', "throttle": "power cap", "dram_free": {24 * 2**30 - rank}, "pcie_rx": 2000000, "pcie_tx": 0'
+            lines.append(_object("gpu", step, f'"id": {rank}, {state}'))
+        numbers = f'"epoch": {step / 4}, "step_tokens": 1024, "duration_ms": 100, "norm": {"-inf" if step == 2 else 2}'
+        lines.append(
+            _object("step", step, f'{numbers}, "loss": {loss}, "lr": 1e-05, "lse_max": 9.5', second=f"{step}.25")
+        )
+        times = '{"step": 0, "fwd": 30.0, "head": 5.0, "bwd": 60.0}, {"opt": 7.5}'
+        lines.append(_object("info", step, f'"gpu": 0, "type": "time-breakdown", "breakdown": [{times}]'))
+        maxes = '[\n          {"name": "a", "value": 2.5}, \n          {"name": "b", "value": 3.5}]'
+        lines.append(_object("abs-maxes", step, f'"abs_maxes": {maxes}'))
+    lines.append(_object("eval", steps, '"epoch": 1.0, "eval_tokens": 4096, "duration_ms": 400, "loss": 2.5'))
+    lines.append(_object("info", steps, '"type": "message", "message": "Done. validation loss   2.500000"'))
+    return "[\n" + ",\n".join(lines) + "\n]\n"

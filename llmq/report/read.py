@@ -1,4 +1,5 @@
-"""Reads a run's log: header, and the train and eval records as columns. Format: llmq/training/log.py."""
+"""Reads a run's log: header, and the train and eval records as columns. Format: llmq/training/log.py. Logs of llm.q are
+read as such records (llmq/report/llm_q.py)."""
 
 import json
 import math
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from llmq.errors import DataError
-from llmq.training.log import SCHEMA
+from llmq.report import llm_q
+from llmq.training.log import SCHEMA, SECTIONS
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord
 
 TABLES = {  # the numbers of each kind of record
@@ -19,6 +21,15 @@ TABLES = {  # the numbers of each kind of record
     "gpu": (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time"),
 }
 OF_STEPS = ("metrics", "samples", "fp8")  # events that belong to steps, and go with them
+FIELDS: dict[str, dict[str, type[Any]]] = {  # what a record has, and of which kind; more is allowed
+    "metrics": {"values": dict},
+    "samples": {"samples": list},
+    "fp8": {"copies": list},
+    "notice": {"text": str},
+    "checkpoint": {"path": str},
+}
+WORDS: dict[Any, str] = {dict: "an object", list: "a list", str: "text"}
+ASKED = ("prompt", "messages", "tokens")  # one of which a sample completes
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -33,6 +44,7 @@ class Log:
     eval: dict[str, np.ndarray]
     eval_set: np.ndarray  # of each evaluation: a number, the same for those on the same held-out tokens
     gpu: dict[str, np.ndarray]
+    throttled: dict[str, np.ndarray]  # steps at whose readings of the GPU its clocks were held down, by the reason
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]  # that callbacks logged, by name: steps int64, values float64
     events: tuple[dict[str, Any], ...]  # every other record, in order
 
@@ -56,7 +68,8 @@ class Log:
 
 
 def find_log(run: Path) -> Path:
-    """The log of a run: `run` itself if it is a file, else log.jsonl or the only .jsonl file in the folder."""
+    """The log of a run: `run` itself if it is a file, else log.jsonl or the only .jsonl file in the folder, or
+    log.json, which is llm.q's."""
     if run.is_file():
         return run
     if not run.exists():
@@ -64,6 +77,8 @@ def find_log(run: Path) -> Path:
     if (run / "log.jsonl").is_file():
         return run / "log.jsonl"
     found = sorted(run.glob("*.jsonl"))
+    if not found and (run / "log.json").is_file():
+        return run / "log.json"
     if len(found) != 1:
         what = "no .jsonl file" if not found else "several: " + ", ".join(p.name for p in found)
         raise DataError(f"the folder {run} has no log.jsonl, and {what}. Name the log file itself.")
@@ -77,21 +92,11 @@ def read_log(path: Path) -> Log:
     """
     path = find_log(Path(path))
     try:
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"the log {path} cannot be read: {error.strerror or error}") from error
-    torn = lines.pop()
-    records, bad = [], []
-    for number, line in enumerate(lines, 1):
-        try:
-            records.append(_parse(line))
-        except (ValueError, RecursionError) as error:
-            bad.append(f"  line {number}: {error}")
-    if torn and not bad:
-        try:
-            records.append(_parse(torn))
-        except (ValueError, RecursionError):
-            pass  # the unfinished last line of a killed process
+    bad: list[str] = []
+    records = (_of_llm_q if llm_q.is_log(content) else _of_lines)(content, bad)
     if bad:
         more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise DataError(f"the log {path} is corrupt:\n" + "\n".join(bad[:10]) + more)
@@ -100,9 +105,42 @@ def read_log(path: Path) -> Log:
     header = records[0]
     if header.get("schema") != SCHEMA:
         raise DataError(f"the log {path} has schema {header.get('schema')!r}, this llmq reads {SCHEMA}: update llmq")
+    return _log(path, header, records[1:])
+
+
+def _of_lines(content: bytes, bad: list[str]) -> list[dict[str, Any]]:
+    """Checked records, one a line; adds to `bad` what is wrong with a line."""
+    lines, records = content.split(b"\n"), []
+    torn = lines.pop()
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_checked(_parse(line)))
+        except (ValueError, RecursionError) as error:
+            bad.append(f"  line {number}: {error}")
+    if torn and not bad:
+        try:
+            records.append(_checked(_parse(torn)))
+        except (ValueError, RecursionError):
+            pass  # the unfinished last line of a killed process
+    return records
+
+
+def _of_llm_q(content: bytes, bad: list[str]) -> list[dict[str, Any]]:
+    """Checked records of a log of llm.q."""
+    records = []
+    for record in llm_q.records(content, bad):
+        try:
+            records.append(_checked(record))
+        except ValueError as error:
+            bad.append(f"  {record['type']} at step {record.get('step')}: {error}")
+    return records
+
+
+def _log(path: Path, header: dict[str, Any], records: Iterable[dict[str, Any]]) -> Log:
+    """The log of these records: what a resume drops is not in it."""
     tables: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in TABLES}
     events, held, sets = [], _held_out(header), dict[int, tuple[str, Any]]()
-    for record in records[1:]:
+    for record in records:
         if record["type"] in tables:
             tables[record["type"]][record["step"]] = record
             sets |= {record["step"]: (held, record.get("trained_tokens"))} if record["type"] == "eval" else {}
@@ -117,8 +155,23 @@ def read_log(path: Path) -> Log:
     numbers = {one: number for number, one in enumerate(dict.fromkeys(sets.values()))}
     eval_set = np.array([numbers[sets[step]] for step in columns["eval"]["step"].tolist()], np.int64)
     return Log(
-        path, header, columns["train"], columns["eval"], eval_set, columns["gpu"], _metrics(events), tuple(events)
+        path=path,
+        header=header,
+        **columns,
+        eval_set=eval_set,
+        throttled=_throttled(tables["gpu"]),
+        metrics=_metrics(events),
+        events=tuple(events),
     )
+
+
+def _throttled(readings: Mapping[int, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The steps of readings that name a reason, by reason."""
+    found: dict[str, list[int]] = {}
+    for step in sorted(readings):
+        for reason in readings[step].get("throttled") or ():
+            found.setdefault(reason, []).append(step)
+    return {reason: np.array(steps, np.int64) for reason, steps in found.items()}
 
 
 def _metrics(events: Iterable[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -169,24 +222,51 @@ def labels(logs: Sequence[Log]) -> list[str]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """One record, checked; ValueError with what is wrong."""
+    """One line as a record; ValueError with what is wrong."""
     record = json.loads(line, parse_constant=_refuse)
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         raise ValueError("not a JSON object with a type")
-    kind = record["type"]
-    if kind in (*TABLES, *OF_STEPS, "resume"):
-        step = record.get("step")
-        if type(step) is not int or not 0 <= step < 2**63:
-            raise ValueError(f"step is {step!r}, not a count")
-    if kind == "header" and not isinstance(record.get("options"), (dict, type(None))):
-        raise ValueError("options are not an object")
-    if kind == "metrics" and not isinstance(record.get("values"), dict):
-        raise ValueError("values are not an object")
-    numbers = record["values"] if kind == "metrics" else {c: record[c] for c in TABLES.get(kind, ()) if c in record}
-    wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _is_number(value)]
-    if wrong:
-        raise ValueError("not a number: " + ", ".join(wrong))
     return record
+
+
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """The record, whose fields are of the kinds that readers rely on; ValueError with what is wrong."""
+    kind, step = record["type"], record.get("step")
+    has_step = kind in (*TABLES, *OF_STEPS, "resume") or step is not None
+    if has_step and (type(step) is not int or not 0 <= step < 2**63):
+        raise ValueError(f"step is {step!r}, not a count")
+    fields = FIELDS.get(kind, {})
+    if kind in ("header", "resume"):
+        fields = {name: dict for name in SECTIONS if record.get(name) is not None}
+    if wrong := [f"{name} is not {WORDS[of]}" for name, of in fields.items() if not isinstance(record.get(name), of)]:
+        raise ValueError(", ".join(wrong))
+    if kind == "samples" and not all(map(_is_sample, record["samples"])):
+        raise ValueError("samples are not what --sample-prompts writes")
+    if kind == "fp8" and not all(map(_is_copy, record["copies"])):
+        raise ValueError("copies are not readings of fp8 errors")
+    if kind == "gpu" and not _are_texts(record.get("throttled") or []):
+        raise ValueError("throttled is not a list of reasons")
+    numbers = {name: record[name] for name in (*TABLES.get(kind, ()), "time") if name in record}
+    numbers |= record["values"] if kind == "metrics" else {}
+    if unknown := [f"{name} is {value!r}" for name, value in numbers.items() if not _is_number(value)]:
+        raise ValueError("not a number: " + ", ".join(unknown))
+    return record
+
+
+def _is_sample(one: Any) -> bool:
+    """Whether `asked_of` and `answer_of` (llmq/training/records.py) find what they look for."""
+    return isinstance(one, dict) and {"text", "new_tokens", "end"} <= one.keys() and any(name in one for name in ASKED)
+
+
+def _is_copy(one: Any) -> bool:
+    numbers = ("amax", "snr_db", "clipped", "flushed")
+    if not isinstance(one, dict) or not isinstance(one.get("name"), str) or not _are_texts(one.get("sites")):
+        return False
+    return all(_is_number(one.get(name)) for name in numbers)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _refuse(word: str) -> None:

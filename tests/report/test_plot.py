@@ -236,5 +236,5 @@ def test_numbers_of_callbacks_have_panels_of_their_own(tmp_path: Path, figures: 
     assert plot_runs(read_runs([one]), tmp_path / "one.png") and len(figures[1].axes) == 7
     with one.open("a") as file:
         file.write('{"type": "metrics", "step": 2, "values": {"b": "x"}}\n{"type": "metrics", "step": 2}\n')
-    with pytest.raises(DataError, match=r"(?s)not a number: b is 'x'.*values are not an object"):
+    with pytest.raises(DataError, match=r"(?s)not a number: b is 'x'.*values is not an object"):
         read_log(one)

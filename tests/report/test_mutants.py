@@ -1,0 +1,117 @@
+"""Damaged and made-up logs: plot and report take each of them or refuse it with one error of ours, no traceback."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_files import log_of_llm_q
+
+from llmq.errors import LlmqError
+from llmq.report.plot import plot_runs, summarize, table
+from llmq.report.read import Log, read_runs
+
+pytest.importorskip("matplotlib")
+
+SWEEP = [pytest.param(seed, 500, marks=pytest.mark.sweep) for seed in range(40)]  # 20,000 mutants
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 2**62, -(2**63), 10**30, 1e-320, 1e308, -1e308, 0.5, "NaN", "Infinity", "-Infinity"),
+    *("", "x", "</script><b>", "\udcff", "\x00", "$_{", "train", "step", [], {}, [[]], {"a": {}}, [{"a": 1}], [None]),
+]
+
+
+def whole() -> list[dict[str, Any]]:
+    """A log with every kind of record."""
+    sections = {
+        "options": {"name": "a", "learning_rate": 1e-5, "train_file": ["x.bin"]},
+        "system": {"device": "cuda: NVIDIA H200", "python": "3.11"},
+        "model": {"path": "m", "parameters": 7},
+        "dataset": {"train": [{"path": "x.bin", "tokens": 50}], "eval": [{"path": "y.bin", "tokens": 5}], "steps": 9},
+        "allocator": {"Weights": 2.5, "Free": 10.0},
+        "host_memory": {"Master": 1.0},
+    }
+    copy = {"name": "0.mlp.x@e4m3", "sites": ["a"], "amax": 3.0, "snr_db": 31.0, "clipped": 0.0, "flushed": 0.1}
+    records: list[dict[str, Any]] = [{"type": "header", "schema": 1, "started": "2026-01-01T00:00:00Z", **sections}]
+    for step in range(1, 7):
+        about = {"step": step, "time": 1e9 + step, "time_ms": 100.0, "tokens": 512, "trained_tokens": 512}
+        records.append({"type": "train", **about, "loss": 5 / step, "norm": 1.0, "lr": 1e-5, "sol": 0.5, "tps": 5120.0})
+        records.append({"type": "metrics", "step": step, "values": {"mine": step / 2, "$_$": "NaN"}})
+        if step % 2 == 0:
+            records.append({"type": "eval", **about, "loss": 4 / step, "train_loss": 1.0, "epoch": 1.0, "tps": 1.0})
+            records.append({"type": "gpu", "step": step, "sm_mhz": 1755, "watts": 655.5, "throttled": ["power cap"]})
+            sample = {"prompt": "Once\nupon", "text": " a <i>time", "new_tokens": [1, 2], "end": "length"}
+            chat = {"messages": [{"role": "user", "content": "hi"}], "text": None, "new_tokens": [5], "end": "stop"}
+            records.append({"type": "samples", "step": step, "samples": [sample, chat]})
+            records.append({"type": "fp8", "step": step, "copies": [copy, {**copy, "snr_db": None}]})
+            records.append({"type": "checkpoint", "step": step, "path": f"ckpt/step_{step}"})
+        if step == 4:
+            records.append({"type": "resume", "step": 3, "time": 1e9 + 50, **sections, "options": {"name": "a"}})
+    records.append({"type": "notice", "step": 6, "text": "Careful", "warning": True})
+    records.append({"type": "end", "step": 6, "reason": "finished", "train_loss": 1.0, "warnings": ["Careful"]})
+    return records
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every place of a value that can be changed: what holds it, and its key there."""
+    keys = [*value] if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+def mutant(chance: random.Random, records: list[dict[str, Any]]) -> bytes:
+    """A log of `records` with some values replaced, moved or dropped, records in another order, or bytes damaged."""
+    records = json.loads(json.dumps(records))
+    for _ in range(chance.randrange(1, 4)):
+        held, key = chance.choice(places(records))
+        match chance.randrange(4):
+            case 0:
+                del held[key]
+            case 1:
+                held[key] = chance.choice(places(records))[1]
+            case _:
+                held[key] = chance.choice(ODD)
+    if chance.random() < 0.1:
+        chance.shuffle(records)
+    text = "".join(json.dumps(record) + "\n" for record in records).encode("ascii")
+    return damaged(chance, text) if chance.random() < 0.2 else text
+
+
+def damaged(chance: random.Random, content: bytes) -> bytes:
+    """Some bytes are others, and the end may be missing."""
+    found = bytearray(content[: chance.randrange(len(content) + 1)] if chance.random() < 0.5 else content)
+    for _ in range(chance.randrange(4)):
+        if found:
+            found[chance.randrange(len(found))] = chance.randrange(256)
+    return bytes(found)
+
+
+def taken(seed: object, count: int, path: Path, use: Callable[[list[Log]], object]) -> int:
+    """How many of `count` mutants at `path` are logs, which are used; every tenth is one of llm.q's."""
+    chance, found = random.Random(seed), 0
+    ours, theirs = whole(), log_of_llm_q().encode()
+    for number in range(count):
+        content = damaged(chance, theirs) if number % 10 == 0 else mutant(chance, ours)
+        path.write_bytes(content)
+        try:
+            logs = read_runs([path])
+            found += 1
+            use(logs)
+        except LlmqError:
+            continue
+        except Exception as error:
+            raise AssertionError(f"{content!r}") from error
+    return found
+
+
+@pytest.mark.parametrize(("seed", "count"), [("sample", 8), *SWEEP])
+def test_plot_takes_or_refuses_any_log(seed, count, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laid out, not painted, which would take most of the time."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **about: figure.draw_without_rendering())
+
+    def plot(logs: list[Log]) -> None:
+        plot_runs(logs, tmp_path / "out.png")
+        table(summarize(logs, 30), 30)
+
+    assert 0.1 * count < taken(seed, count, tmp_path / "a.jsonl", plot) < count
