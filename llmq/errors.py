@@ -1,7 +1,8 @@
 """What a user can fix: one exception per exit code, each carrying one clear message (the value, the limit, the fix)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 
 class LlmqError(ValueError):
@@ -93,3 +94,9 @@ def noted(problems: list[str]) -> Iterator[None]:
 
 INTERRUPTED = 130  # Ctrl-C: the step was ended and saved
 TERMINATED = 75  # SIGTERM: the same, and the scheduler may start the job again (EX_TEMPFAIL)
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message on a name that is not there: the one that looks most like it."""
+    near = get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]}?" if near else otherwise

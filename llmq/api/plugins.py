@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import Any
 
 from llmq.adapters.resolve import METHODS
 from llmq.backends import BACKENDS
-from llmq.errors import UsageError
+from llmq.errors import UsageError, nearest
 from llmq.model.families import FAMILIES
 from llmq.ops import cuda, reference
 from llmq.ops.cuda.launch import Kernel
@@ -36,11 +35,7 @@ def register(kind: str, name: str, item: Any) -> None:
     PluginError for an item that is nothing of the kind.
     """
     if kind not in TABLES:
-        near = get_close_matches(kind, TABLES, n=1)
-        raise UsageError(
-            f"{kind!r} is no kind of plug-in: known are {', '.join(TABLES)}"
-            + (f": did you mean {near[0]}?" if near else "")
-        )
+        raise UsageError(f"{kind!r} is no kind of plug-in: known are {', '.join(TABLES)}{nearest(kind, TABLES)}")
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
         raise UsageError(f"a plug-in cannot be called {name!r}: use letters, digits, '.', '-' and '_'")
     if kind == "kernel":

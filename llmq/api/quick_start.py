@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmq.api.config import Config
-from llmq.api.trainer import Trainer
+from llmq.api.trainer import Trainer, named_data
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.hardware import device
 from llmq.training.callbacks import Callback, RunFunction
@@ -54,15 +54,17 @@ def quick_start(
     found = {"gpus": num_gpus if num_gpus is not None else 0 if where.kind == "cuda" else 1}
     if strategy == "auto" and where.card is not None:
         found["fit"] = True
-    for number, config in enumerate(_configs(strategy, base, found), 1):
-        trainer = Trainer(config)
-        if strategy == "auto" and number < len(AUTO):
-            try:
-                trainer.plan(data, val, console=io.StringIO())
-            except MemoryLimitError:
-                continue
-        print(f"Strategy {strategy}:", config.explain(only_changes=True), sep="\n")
-        return trainer.train(data, val, callbacks)
+    configs = list(_configs(strategy, base, found))
+    with named_data(configs[0], data, val) as named:  # once, as an iterator is read once
+        for number, config in enumerate(configs, 1):
+            trainer = Trainer(config, **named)
+            if number < len(configs):
+                try:
+                    trainer.plan(console=io.StringIO())
+                except MemoryLimitError:
+                    continue
+            print(f"Strategy {strategy}:", config.explain(only_changes=True), sep="\n")
+            return trainer.train(callbacks=callbacks)
     raise AssertionError("the last strategy is tried whether it fits or not")
 
 

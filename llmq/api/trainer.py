@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -57,37 +57,36 @@ class Trainer:
 
         Raises LlmqError for what the caller can fix, and what a callback raises, once finished steps are saved.
         """
-        with self._with_data(train, val) as config:
-            return _run(config.parse(), callbacks, console, handle_signals=handle_signals)
+        with named_data(self.config, train, val) as data:
+            return _run(self.config.replace(**data).parse(), callbacks, console, handle_signals=handle_signals)
 
     def plan(self, train: Any = None, val: Any = None, *, console: TextIO | None = None) -> Plan:
         """The plan of the run, as --dry-run makes it: `total_bytes`, and `table()` with the bytes of each part. Without
         data it plans without."""
-        with self._with_data(train, val) as config:
-            plan = run(config.replace(dry_run=True).parse(), console=console).plan
+        with named_data(self.config, train, val) as data:
+            plan = run(self.config.replace(**data, dry_run=True).parse(), console=console).plan
         assert plan is not None
         return plan
 
-    @contextmanager
-    def _with_data(self, train: Any, val: Any) -> Iterator[Config]:
-        """The configuration with data that is held, if it is given. UsageError where options name data, too."""
-        given = [name for name, value in {"train": train, "val": val}.items() if value is not None]
-        keys = ("data", "train_file", "eval_file", *(["eval_fraction"] if val is not None else []))
-        named = [key for key in keys if key in self.config.options]
-        if given and named:
-            raise UsageError(
-                f"{' and '.join(given)}, and the options {', '.join(named)}, both name data: give one of them"
-            )
-        if val is not None and train is None:
-            raise UsageError("val is given without train: give rows to train on, too")
-        if not given:
-            yield self.config
-            return
-        found = placed(train, val)
-        if found.streams and self.config.options.get("gpus", 1) != 1:
-            raise UsageError("a stream is read by this process alone: give a list or files, or train on one GPU")
-        with found.held():
-            yield self.config.replace(**found.options)
+
+@contextmanager
+def named_data(config: Config, train: Any, val: Any) -> Iterator[Mapping[str, Any]]:
+    """Within, these options name the data that is given, if any. UsageError where those of `config` name data, too."""
+    given = [name for name, value in {"train": train, "val": val}.items() if value is not None]
+    keys = ("data", "train_file", "eval_file", *(["eval_fraction"] if val is not None else []))
+    named = [key for key in keys if key in config.options]
+    if given and named:
+        raise UsageError(f"{' and '.join(given)}, and the options {', '.join(named)}, both name data: give one of them")
+    if val is not None and train is None:
+        raise UsageError("val is given without train: give rows to train on, too")
+    if not given:
+        yield {}
+        return
+    found = placed(train, val)
+    if found.streams and config.options.get("gpus", 1) != 1:
+        raise UsageError("a stream is read by this process alone: give a list or files, or train on one GPU")
+    with found.held():
+        yield found.options
 
 
 def train(

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from llmq.disk import size_bytes
-from llmq.errors import UsageError
+from llmq.errors import UsageError, nearest
 from llmq.plugins import split, table
 
 LARGEST_STEP = 2**31 - 1  # the step number is an int32 on the device
@@ -365,12 +365,11 @@ def _message(d: Description, error: Any) -> str:
         return f"{start} {LIMITS[kind].format(**exact)}{or_not}"
     if kind == "literal_error":
         known = context.get("known") or d.choices
-        close = get_close_matches(str(context.get("value", value)).lower(), known, n=1)
         if d.plugin and not known:
             return f"{start}: no plug-in is installed or registered that could have this name"
         choices = ", ".join(known) or str(context["expected"]).replace("'", "")  # of a list those of its items
         said = ", and no plug-in has this name" if d.plugin else ""
-        return f"{start} is not one of {choices}{said}" + (f": did you mean {close[0]}?" if close else "")
+        return f"{start} is not one of {choices}{said}{nearest(str(context.get('value', value)).lower(), known)}"
     word = next((word for prefix, word in WORDS.items() if kind.startswith(prefix)), "")
     return f"{start} is not {word}: {d.help}" if word else f"{start}: {context.get('error') or error['msg']}"
 

@@ -6,15 +6,15 @@ evaluation with the run and the record. Callbacks run on the first rank; what th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from difflib import get_close_matches
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from llmq.errors import UsageError, WorldError
+from llmq.errors import UsageError, WorldError, nearest
 from llmq.model.parameters import parameter_rows
 from llmq.plugins import Table, table
 from llmq.training.hooks import Ask, Hook, RunView
@@ -55,6 +55,9 @@ class Callback:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes the state of the checkpoint that the run resumes from; called before `on_begin`."""
+
+
+IDLE = tuple(vars(Callback)[moment] for moment in MOMENTS)
 
 
 class RunFunction(Protocol):
@@ -99,7 +102,7 @@ class EarlyStopping(Callback):
         if self.metric not in run.history:
             raise UsageError(
                 f"early stopping watches {self.metric}, which nothing has logged: known are {', '.join(run.history)}; "
-                "log others with run.log(NAME=value) in a callback's on_evaluate"
+                f"log others with run.log(NAME=value) in a callback's on_evaluate{nearest(self.metric, run.history)}"
             )
         value = float(run.history[self.metric][-1])
         gain = self.best - value if self.metric.endswith("loss") else value - self.best
@@ -124,19 +127,37 @@ class EarlyStopping(Callback):
 CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping})
 
 
-def in_turn(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> list[Callback | RunFunction]:
-    """The callbacks and those that the options ask for, in the order in which they are called: early stopping goes by
-    what others log. UsageError for what is no list of them; PluginError."""
+def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> dict[str, Callback]:
+    """The callbacks and those that the options ask for, by the names of their classes, with a number from the second of
+    one class on; in the order of calls: early stopping goes by what others log. UsageError for what is none;
+    PluginError."""
     if not isinstance(callbacks, Iterable):
         raise UsageError(f"callbacks is {callbacks!r}: give a list of them")
-    named = (CALLBACKS.call(text) for text in options.callback or ())
-    return sorted((*callbacks, *named, *early_stopping(options)), key=lambda one: isinstance(one, EarlyStopping))
+    given = [*callbacks, *(CALLBACKS.call(text) for text in options.callback or ())]
+    if (patience := options.early_stopping_patience) is not None:
+        given.append(EarlyStopping(patience, options.early_stopping_metric, options.early_stopping_min_delta))
+    found, counts = dict[str, Callback](), dict[str, int]()
+    for one in sorted(given, key=lambda one: isinstance(one, EarlyStopping)):
+        kind, callback = _checked(one)
+        counts[kind] = counts.get(kind, 0) + 1
+        found[kind if counts[kind] == 1 else f"{kind} {counts[kind]}"] = callback
+    return found
 
 
-def early_stopping(options: StoppingOptions) -> list[EarlyStopping]:
-    """The callback that --early-stopping-patience asks for, if it does."""
-    about = (options.early_stopping_metric, options.early_stopping_min_delta)
-    return [] if options.early_stopping_patience is None else [EarlyStopping(options.early_stopping_patience, *about)]
+def _checked(one: Any) -> tuple[str, Callback]:
+    """A callback with the name of its kind. UsageError for what is none, and for what would never be called."""
+    if unknown := next((name for name in dir(one) if name.startswith("on_") and name not in MOMENTS), None):
+        fix = nearest(unknown, MOMENTS, f": known are {', '.join(MOMENTS)}")
+        raise UsageError(f"the callback {type(one).__name__} has {unknown}, which is never called{fix}")
+    own = [getattr(one, moment, None) for moment in MOMENTS]
+    if not isinstance(one, type):
+        if any(callable(method) and getattr(method, "__func__", None) not in IDLE for method in own):
+            return type(one).__name__, one
+        if callable(one):
+            return getattr(one, "__qualname__", type(one).__name__), _Function(one)
+    raise UsageError(
+        f"{one!r} is no callback: give a function f(run, record), or an object with one of {', '.join(MOMENTS)}"
+    )
 
 
 class Run:
@@ -262,10 +283,10 @@ class Callbacks(Hook):
 
     key = "callbacks"
 
-    def __init__(self, callbacks: Sequence[Callback | RunFunction], ready: Ready) -> None:
-        """UsageError for what is no callback."""
+    def __init__(self, callbacks: Mapping[str, Callback], ready: Ready) -> None:
         self._ready, self._run, self._ranks, self._log = ready, Run(ready), ready.ranks, ready.log
-        self._callbacks = dict(_named(callbacks)) if ready.ranks.is_first else {}
+        self._callbacks = callbacks
+        self._failed = set[str]()  # names of those whose state cannot be saved
 
     @property
     def stopped_by(self) -> str | None:
@@ -273,8 +294,19 @@ class Callbacks(Hook):
         return self._run.stopped_by
 
     def state(self) -> dict[str, Any]:
-        """Those of the callbacks that have one, by their names."""
-        states = {name: dict(one.state()) for name, one in self._callbacks.items() if hasattr(one, "state")}
+        """Those of the callbacks that have one, by their names. UsageError for one that JSON has not, without which the
+        finished steps then are saved."""
+        states = {}
+        for name, one in self._callbacks.items():
+            if hasattr(one, "state") and name not in self._failed:
+                self._failed.add(name)
+                with self._naming(name, "state"):
+                    states[name] = dict(one.state())
+                    try:
+                        json.dumps(states[name], allow_nan=False)
+                    except (TypeError, ValueError) as error:
+                        raise UsageError(f"return a dict of what JSON has ({error})") from error
+                self._failed.remove(name)
         return {name: state for name, state in states.items() if state}
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -309,15 +341,21 @@ class Callbacks(Hook):
         self._together("on_end", run, result)
 
     def _call(self, moment: str, run: RunView, *about: object, is_served: bool = True) -> None:
-        """Calls a method of every callback that has it. What one raises ends the run; the log names the callback."""
+        """Calls a method of every callback that has it."""
         self._run._view, self._run._is_served = run, is_served
         for name, one in self._callbacks.items():
-            try:
-                if (method := getattr(one, moment, None)) is not None:
+            if (method := getattr(one, moment, None)) is not None:
+                with self._naming(name, f"{moment} at step {run.progress.step}"):
                     method(self._run, *about)
-            except Exception as error:
-                self._log.notice(f"The callback {name} failed in {moment} at step {run.progress.step}: {error}")
-                raise
+
+    @contextmanager
+    def _naming(self, name: str, where: str) -> Iterator[None]:
+        """Within, what a callback raises ends the run; the log names the callback."""
+        try:
+            yield
+        except Exception as error:
+            self._log.notice(f"The callback {name} failed in {where}: {error}")
+            raise
 
     def _together(self, moment: str, run: RunView, *about: object) -> None:
         """As `_call`, while the other ranks do what callbacks ask of all; what one raises ends them, too."""
@@ -347,23 +385,3 @@ class Callbacks(Hook):
     def _taken(self) -> Ask:
         asked, self._run.asked = self._run.asked, Ask.NOTHING
         return asked
-
-
-def _named(callbacks: Sequence[Callback | RunFunction]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks by the names of their classes; of several of one class, with their number. UsageError."""
-    counts: dict[str, int] = {}
-    for one in callbacks:
-        is_object = any(callable(getattr(one, moment, None)) for moment in MOMENTS)
-        if isinstance(one, type) or not (is_object or callable(one)):
-            raise UsageError(
-                f"{one!r} is no callback: give a function f(run, record), or an object with one of {', '.join(MOMENTS)}"
-            )
-        unknown = [name for name in dir(one) if name.startswith("on_") and name not in MOMENTS]
-        if isinstance(one, Callback) and unknown:
-            near = get_close_matches(unknown[0], MOMENTS, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(MOMENTS)}"
-            raise UsageError(f"the callback {type(one).__name__} has {unknown[0]}, which is never called: {fix}")
-        kind = type(one).__name__ if is_object else getattr(one, "__qualname__", type(one).__name__)
-        counts[kind] = counts.get(kind, 0) + 1
-        found: Any = one if is_object else _Function(one)  # type: ignore[arg-type]
-        yield (kind if counts[kind] == 1 else f"{kind} {counts[kind]}"), found

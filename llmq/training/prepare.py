@@ -28,7 +28,6 @@ from llmq.plan.remedies import with_fitting_chunks
 from llmq.plan.slots import listed
 from llmq.plan.spec import Spec
 from llmq.screen import Report
-from llmq.training.callbacks import early_stopping
 from llmq.training.describe import describe, describe_dry, level_lines
 from llmq.training.evaluation import SamplePrompts, open_samples
 from llmq.training.finish import RunData, exported_config, exported_templates, exported_tokenizer, open_exports
@@ -49,11 +48,12 @@ def is_dry(options: RunOptions) -> bool:
     return options.dry_run
 
 
-def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
-    """Everything that can be refused before the first allocation, and the sections of the log."""
+def prepare(options: Options, log: RunLog, ranks: Ranks, *, stops_early: bool) -> Ready:
+    """Everything that can be refused before the first allocation, and the sections of the log. The run `stops_early` by
+    its evaluations, if a callback does."""
     log.check()
     questions = read_questions(log.sample_prompts, "--sample-prompts") if log.sample_prompts else []
-    start = _start(options, log, ranks)
+    start = _start(options, log, ranks, stops_early)
     loss.resolve(options.loss).check(start.source.config.vocab_size)
     dtypes, _ = _resolve_precision(start, options, start.source.config)
     trains = _open_data(start, dtypes)
@@ -87,7 +87,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks) -> Ready:
     return run
 
 
-def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
+def _start(options: Options, log: RunLog, ranks: Ranks, stops_early: bool) -> Start:
     """What the run starts from. UsageError also if ranks cannot copy on the device as they are asked to."""
     for text in (*options.notices, *([ranks.said] if ranks.said else [])):
         log.notice(text)
@@ -99,7 +99,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks) -> Start:
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)
     # A resumed run needs no files but for frozen rows.
     values = (lambda rows: open_parameters(source, seed)(rows)) if earlier.path else open_parameters(source, seed)
-    return Start(options, log, ranks, where, earlier, source, values, seed, dry)
+    return Start(options, log, ranks, where, earlier, source, values, seed, dry, stops_early)
 
 
 def _resolve_precision(start: Start, options: Options, config: ModelConfig) -> tuple[Precision, bool]:
@@ -150,11 +150,7 @@ def _schedule(start: Start, data: Data) -> Schedule:
     """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for."""
     earlier, checkpoints = start.earlier, start.earlier.checkpoints
     evaluates = data.eval is not None and start.log.eval_due(0, last=True)
-    by_evaluation = {
-        "--save-best": checkpoints.saves_best,
-        "--early-stopping-patience": bool(early_stopping(start.asked.stopping)),
-    }
-    for name, is_asked in by_evaluation.items():
+    for name, is_asked in {"--save-best": checkpoints.saves_best, "early stopping": start.stops_early}.items():
         if is_asked and data.is_there and not evaluates:
             raise UsageError(
                 f"{name} goes by evaluations, and this run makes none: give evaluation data and --eval-every-n-steps "

@@ -193,6 +193,7 @@ class Start:
     values: Values  # of rows before the first step
     seed: int
     is_dry: bool
+    stops_early: bool
 
 
 @dataclass(frozen=True)

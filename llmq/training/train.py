@@ -18,7 +18,7 @@ from llmq.files.huggingface import finish_model
 from llmq.files.run_lock import held, kept_folder, replaced_whole
 from llmq.options.parse import Options
 from llmq.plugins import naming_plugins
-from llmq.training.callbacks import Callback, Callbacks, RunFunction, in_turn
+from llmq.training.callbacks import Callback, Callbacks, EarlyStopping, RunFunction, named
 from llmq.training.hooks import REASONS, Hook
 from llmq.training.interrupt import Interrupt
 from llmq.training.log import RunLog
@@ -53,8 +53,10 @@ def run(
         ranks.on_lost = lambda lost: log.end("failed", error=lost)
         stack.enter_context(_hold(options, log, ranks))
         stack.enter_context(naming_plugins())
-        called = in_turn(callbacks, options.stopping) if ranks.is_first else []
-        ready = ranks.in_turn(lambda: prepare(options, log, ranks), partial(_choices, has_callbacks=bool(called)))
+        called = named(callbacks, options.stopping) if ranks.is_first else {}
+        stops_early = any(isinstance(one, EarlyStopping) for one in called.values())
+        prepared = partial(prepare, options, log, ranks, stops_early=stops_early)
+        ready = ranks.in_turn(prepared, partial(_choices, has_callbacks=bool(called)))
         if ready.is_dry:
             return TrainResult(plan=ready.plan)
         calls = [Callbacks(called, ready)] if called or ranks.shared.get("callbacks") else []

@@ -1,7 +1,9 @@
 """`quick_start`: what a strategy is made into, and the run."""
 
+from pathlib import Path
+
 import pytest
-from tiny_runs import tiny_options
+from tiny_runs import text_model, tiny_options
 
 import llmq
 from llmq.api import quick_start as module
@@ -46,6 +48,15 @@ def test_auto_takes_the_first_that_fits(given, capsys, monkeypatch):
     assert llmq.quick_start(**{**about, "name": "lora"}).steps == 1
     text = capsys.readouterr().out.partition("[Options]")[0]
     assert "lora_rank" in text and "base_dtype" not in text
+
+
+def test_an_iterator_is_read_once(given, capsys):
+    """Though plans are made of it before."""
+    ids = [{"input_ids": [1, 2, 3, 4]}] * 40
+    text_model(Path("text"))
+    left_out = ("train_file", "eval_file", "batch_size", "grad_accumulation")
+    about = {key: value for key, value in given.items() if key not in left_out}
+    assert llmq.quick_start(**{**about, "model": "text", "steps": 2, "global_batch_size": 4}, data=iter(ids)).steps == 2
 
 
 def test_other_words_are_refused():

@@ -172,6 +172,16 @@ def test_a_stream_has_the_bits_of_a_streamed_file_and_resumes(given, stream):
     assert weights(resumed) == of_file and resumed.history.steps("loss").tolist() == [3, 4]
 
 
+def test_a_stream_is_evaluated_on_other_rows(given):
+    """As a file is that is streamed from a folder with both; rows to evaluate on may be a stream, too."""
+    of_files = quiet({**given, "data": write_rows(train=ROWS, validation=HELD_OUT), "streaming": True})
+    for val in (HELD_OUT, iter(HELD_OUT)):
+        found = quiet(given, iter(ROWS), val)
+        assert weights(found) == weights(of_files)
+        assert found.history["eval_loss"].tolist() == of_files.history["eval_loss"].tolist()
+    assert quiet(given, ROWS, iter(HELD_OUT)).eval_loss == quiet(given, ROWS, HELD_OUT).eval_loss
+
+
 def test_an_iterator_that_ends_early_says_so(given):
     given |= {"eval_every_n_steps": 0, "steps": 50}
     one_pass = quiet({**given, "data": write_rows(train=ROWS), "eval_fraction": 0, "streaming": True, "steps": 3})
@@ -184,6 +194,9 @@ def test_an_iterator_that_ends_early_says_so(given):
     next(read)
     with pytest.raises(UsageError, match="train is a generator that was read before"):
         quiet(given, read)
+    twice = iter(ROWS)
+    with pytest.raises(UsageError, match="train and val are one iterator, which gives its rows once: give two"):
+        quiet(given, twice, twice)
     with pytest.raises(UsageError, match=r"held:train are rows that a Python program gave"):
         llmq.train(**{**given, "data": "held:train", "streaming": True}, console=io.StringIO())
 
@@ -194,17 +207,23 @@ def test_an_iterator_that_ends_early_says_so(given):
         ([], None, "train has no rows"),
         (ROWS, [], "val has no rows"),
         ([{"text": "a"}, "b"], None, "train: row 2 is a str, and those before are dict"),
-        ([{"text": "a"}, 5], None, "train: row 2 is a int"),
-        ([[1, 2], [3]], None, "train: row 1 is a list: give a dict with fields, or a text"),
+        ([{"text": "a"}, 5], None, "train: row 2 is an int"),
+        ([[1, 2], [3]], None, "train: row 1 is a list: give a dict with fields, such as input_ids, or a text"),
+        ({"a", "b"}, None, "train is a set, whose order differs from process to process: give a sorted list"),
+        (ROWS, frozenset("ab"), "val is a frozenset, whose order"),
         ([{"text": {1, 2}}], None, "train: row 1 is nothing that JSON has: a set"),
         ([{"text": float("nan")}], None, "train: row 1 is nothing that JSON has"),
-        (5, None, "train is a int: give a list"),
+        (5, None, "train is an int: give a list"),
         (np.zeros(5), None, r"train is an array \(5,\) of float64"),
         (np.zeros((2, 3, 4), int), None, r"train is an array \(2, 3, 4\)"),
         ({"input_ids": np.zeros((2, 3), int), "labels": np.zeros((2, 4), int)}, None, r"train has input_ids \(2, 3\)"),
         ({"labels": np.zeros((2, 3), int)}, None, "train has labels: give input_ids"),
-        ({"input_ids": [[1, 2], [3]]}, None, "train has no arrays .*: give input_ids .*, or a list of dicts"),
-        ({"input_ids": np.zeros((2, 3))}, None, r"train has input_ids \(2, 3\) of float64: .* of whole numbers"),
+        ({"input_ids": [[1, 2], [3]]}, None, "train has no arrays .*: give input_ids .*; or a list of dicts"),
+        (
+            {"input_ids": np.zeros((2, 3))},
+            None,
+            r"train has input_ids \(2, 3\) of float64: .* Tokens are whole numbers",
+        ),
         (np.array([[1, 2], [3]], object), None, r"train is an array \(2,\) of object"),
         (pyarrow.table({"text": pyarrow.array([], "string")}), None, "train has no rows"),
         (ROWS, pyarrow.table({"text": pyarrow.array([], "string")}), "val has no rows"),
@@ -215,7 +234,9 @@ def test_an_iterator_that_ends_early_says_so(given):
         (np.array([1, -2, 3]), None, "train: token 1 has the id -2"),
         (np.zeros(0, int), None, "train has no tokens"),
         (ROWS, np.arange(5), "train is rows and val is tokens"),
-        (ROWS, iter(ROWS), "train is rows and val is a stream"),
+        (np.arange(5), iter(ROWS), "train is tokens and val is a stream"),
+        (iter(["a" * 40, ROWS[0]]), None, "train:2: an object, and the rows before are texts"),
+        (iter([ROWS[0], "b" * 40]), None, "train:2: text, where a row is an object"),
         (None, ROWS, "val is given without train"),
         (np.full(99, 500), None, "500, but the vocabulary has"),
     ],

@@ -57,15 +57,22 @@ def test_every_moment_comes_in_its_order(given):
     assert [one[1] for one in notes.seen if one[0] == "checkpoint"] == ["step-00000001", "step-00000002"]
 
 
+class Idle(Callback):
+    """Does nothing in what it defines."""
+
+    def on_step(self, run, record):
+        """Is called."""
+
+
 def test_idle_callbacks_change_no_bit(given):
     alone = llmq.train(**given)
-    beside = llmq.train(**{**given, "name": "beside"}, callbacks=[Callback(), Notes(), lambda run, record: None])
+    beside = llmq.train(**{**given, "name": "beside"}, callbacks=[Idle(), Notes(), lambda run, record: None])
     assert weights_of(alone.checkpoint_path) == weights_of(beside.checkpoint_path)
     assert alone.eval_loss == beside.eval_loss
 
 
 def test_idle_callbacks_cost_less_than_a_hundredth_of_a_short_step(given):
-    hook = Callbacks([Callback(), lambda run, record: None], type("Ready", (), {"ranks": Ranks(), "log": None}))
+    hook = Callbacks({"Idle": Idle(), "other": Idle()}, type("Ready", (), {"ranks": Ranks(), "log": None}))
     view, record = RunView(Progress(), 5, None, History()), TrainRecord(1, 0.1, 2.0, 1.0, 1e-3, 10.0, 64, 64)
 
     def seconds():
@@ -142,21 +149,39 @@ def test_an_error_in_one_ends_the_run_and_names_it(given):
     )
 
 
-@pytest.mark.parametrize("wrong", [5, "on_step", object(), Notes])
-def test_what_is_no_callback_is_refused(given, wrong):
-    with pytest.raises(UsageError, match=r"is no callback: give a function f\(run, record\), or an object"):
-        llmq.train(**given, callbacks=[wrong])
+class Misspelt(Idle):
+    """One that has a method too many."""
+
+    def on_steps(self, run, record):
+        """Never called."""
 
 
-def test_what_would_never_be_called_is_refused(given):
-    class Misspelt(Callback):
-        def on_steps(self, run, record):
-            """Never called."""
+class OfAnotherTrainer:
+    """One whose moments have other names."""
 
-    with pytest.raises(UsageError, match=r"Misspelt has on_steps, which is never called: did you mean on_step\?"):
-        llmq.train(**given, callbacks=[Misspelt()])
-    with pytest.raises(UsageError, match=r"callbacks is .*: give a list of them"):
-        llmq.train(**given, callbacks=Callback())
+    def on_train_begin(self, args, state, control):
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        *(
+            (one, r"is no callback: give a function f\(run, record\), or an")
+            for one in (5, "on_step", Idle, Callback())
+        ),
+        (Misspelt(), r"Misspelt has on_steps, which is never called: did you mean on_step\?"),
+        (OfAnotherTrainer(), "OfAnotherTrainer has on_train_begin, which is never called"),
+        (None, r"callbacks is .*: give a list of them"),
+    ],
+)
+def test_what_is_no_callback_is_refused_before_an_earlier_run_goes(given, wrong, match):
+    log = Path("runs/run/log.jsonl")
+    log.parent.mkdir(parents=True)
+    log.touch()
+    with pytest.raises(UsageError, match=match):
+        llmq.train(**given, overwrite=True, callbacks=Idle() if wrong is None else [wrong])
+    assert log.is_file()
 
 
 class Counts(Callback):
@@ -184,6 +209,15 @@ def test_its_state_survives_a_resume(given):
     again = Counts()
     llmq.train(**{**given, "overwrite": True, "continue": 2}, callbacks=[again])
     assert again.count == 4
+
+
+@pytest.mark.parametrize("state", [{"rate": np.float32(1)}, {"rate": math.nan}, {"seen": {1}}, None])
+def test_a_state_that_cannot_be_saved_ends_the_run_with_its_steps(given, state):
+    wrong = Counts()
+    wrong.state = lambda: {"count": 1} if wrong.count < 5 else state
+    with pytest.raises((UsageError, TypeError), match=r"return a dict of what JSON has|not iterable"):
+        llmq.train(**{**given, "ckpt_interval": 5}, callbacks=[wrong])
+    assert saved() == [5] and "The callback Counts failed in state: " in given["console"].getvalue()
 
 
 class Metric(Callback):
@@ -239,10 +273,11 @@ def test_a_loss_improves_downwards_by_a_least_difference():
 
 
 def test_early_stopping_that_cannot_be_is_refused(given):
-    with pytest.raises(UsageError, match="early stopping watches score, which nothing has logged: known are step, "):
-        llmq.train(**given, early_stopping_patience=1, early_stopping_metric="score")
-    with pytest.raises(UsageError, match="--early-stopping-patience goes by evaluations, and this run makes none"):
-        llmq.train(**{**given, "name": "a", "eval_every_n_steps": 0}, early_stopping_patience=1)
+    with pytest.raises(UsageError, match=r"early stopping watches los, .*: known are step, .*: did you mean loss"):
+        llmq.train(**given, early_stopping_patience=1, early_stopping_metric="los")
+    for about in ({"early_stopping_patience": 1}, {"callbacks": [EarlyStopping(1)]}):
+        with pytest.raises(UsageError, match="early stopping goes by evaluations, and this run makes none"):
+            llmq.train(**{**given, "name": "a", "eval_every_n_steps": 0}, **about)
     with pytest.raises(UsageError, match="--early-stopping-metric score is for early stopping: add"):
         llmq.train(**given, early_stopping_metric="score")
     for patience, least in ((0, 0), (1, -1), (1, np.inf)):

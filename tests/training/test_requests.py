@@ -87,8 +87,9 @@ def test_a_run_on_a_stream_is_evaluated_too(on_text):
     ("data", "error", "match"),
     [
         ([], DataError, "data has no rows"),
-        ([1], DataError, "data: row 1 is a int"),
-        (5, UsageError, "data is a int: give a list"),
+        ([1], DataError, "data: row 1 is an int"),
+        (5, UsageError, "data is an int: give a list"),
+        ({"a", "b"}, UsageError, "data is a set, whose order differs"),
         (np.full(9, 500), DataError, "500, but the vocabulary has"),
         ([{"input_ids": [1, 2]}, {"input_ids": [1, 500]}], DataError, "data:2: token 1 has the id 500, but"),
         ([{"text": "a long document " * 20}], DataError, "data has a document of 32 tokens, and the longest"),
@@ -171,7 +172,7 @@ def test_rows_reach_all_ranks_from_the_first(on_text):
 def test_what_a_callback_gets_wrong_on_many_ranks_ends_all(given):
     """Before the others hear of it."""
     given |= {"batch_size": 1, "global_batch_size": 4, "grad_accumulation": None}
-    with pytest.raises((UsageError, RuntimeError), match="data is a int"):
+    with pytest.raises((UsageError, RuntimeError), match="data is an int"):
         train_on_ranks(2, given, callbacks=[lambda run, record: run.evaluate(5)])
 
 

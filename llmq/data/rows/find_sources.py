@@ -125,7 +125,9 @@ class Found:
 def find_anything(asked: str, eval_fraction: float | None, streaming: bool = False) -> Found:
     """What `--data` names: a path, folder or glob (see `find_files`), else a data set by name (see `find_set`)."""
     if (rows := held(asked)) is not None:
-        return replace(_split_rows(FileRows((rows,)), None, eval_fraction, streaming), title="rows", asked=(asked,))
+        file = RowFile.of(Path(rows.evaluation)) if rows.evaluation else None
+        own = FileRows((file,)) if file else None
+        return replace(_split_rows(FileRows((rows,)), own, eval_fraction, streaming), title="rows", asked=(asked,))
     path = Path(asked).expanduser()
     looks_local = asked not in NAMES and ":" not in asked and (glob.has_magic(asked) or _has_data_suffix(path))
     is_local = path.exists() or asked.startswith((".", "/", "~")) or looks_local

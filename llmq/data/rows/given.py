@@ -6,7 +6,7 @@ so that they are tokenized once, and every rank and a resumed run find them; str
     token arrays (n,) int                                tokens, as in a token file
     token arrays (N,T) int, or {"input_ids": (N,T), "labels": (N,T)}   rows of tokens
     iterators, generators, other iterables               a stream of rows, read while it is trained on; needs `steps`.
-                                                         What is not trained on is read to its end
+                                                         What is not trained on, as `val`, is read to its end
     text or a path                                       what --data names
 """
 
@@ -69,16 +69,20 @@ def placed(train: Any, val: Any = None) -> PlacedData:
     """Places data to train on. UsageError and DataError name the argument, and the row, that cannot be used."""
     given = {name: _known(name, value) for name, value in {"train": train, "val": val}.items() if value is not None}
     kinds = {name: kind for name, (kind, _) in given.items()}
-    if len(kinds) > 1 and not ({*kinds.values()} <= {"rows", "table"} or {*kinds.values()} == {"tokens"}):
+    if len(kinds) > 1 and not ({*kinds.values()} <= {"rows", "table", "stream"} or {*kinds.values()} == {"tokens"}):
         said = " and ".join(f"{name} is {_WORDS[kind]}" for name, kind in kinds.items())
         raise UsageError(f"{said}: give both as rows or both as arrays of tokens (n,); beside names, use eval_fraction")
     kind, value = given["train"]
     if kind == "name":
         return PlacedData({"data": [os.fspath(value)]}, {}, {})
     if kind == "stream":
-        own = {f"{PREFIX}train": HeldRows(value, "train")}
-        return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, own, {})
-    files = _in_cache({name: (_SPLITS[name], *one) for name, one in _writers(given).items()})
+        if val is train and iter(val) is val:
+            raise UsageError("train and val are one iterator, which gives its rows once: give two, or a list")
+        del given["train"]
+    files = _in_cache({name: (_SPLITS[name], *one) for name, one in _writers(given).items()}) if given else {}
+    if kind == "stream":
+        own = {f"{PREFIX}train": HeldRows(value, "train", files.get("val"))}
+        return PlacedData({"data": [f"{PREFIX}train"], "streaming": True}, own, files)
     if kind == "tokens":
         return PlacedData({key: [files[name]] for name, key in _TOKEN_OPTIONS.items() if name in files}, {}, files)
     return PlacedData({"data": [str(Path(files["train"]).parent) if "val" in files else files["train"]]}, {}, files)
@@ -92,8 +96,7 @@ def placed_beside(name: str, value: Any) -> tuple[str, bool]:
     kind, found = _known(name, value)
     if kind == "name":
         return os.fspath(found), False
-    given = {name: ("rows" if kind == "stream" else kind, found)}
-    (file,) = _in_cache({key: ("train", *one) for key, one in _writers(given).items()}).values()
+    (file,) = _in_cache({key: ("train", *one) for key, one in _writers({name: (kind, found)}).items()}).values()
     return file, kind == "tokens"
 
 
@@ -124,9 +127,11 @@ def _known(name: str, value: Any) -> tuple[str, Any]:
         return "rows", (value[index] for index in range(len(value)))
     if inspect.isgenerator(value) and inspect.getgeneratorstate(value) != inspect.GEN_CREATED:
         raise UsageError(f"{name} is a generator that was read before, and cannot begin again: give a new one")
+    if isinstance(value, (set, frozenset)):
+        raise UsageError(f"{name} is {_kind(value)}, whose order differs from process to process: give a sorted list")
     if isinstance(value, Iterable):
         return "stream", value
-    raise UsageError(f"{name} is a {type(value).__name__}: give {KINDS}")
+    raise UsageError(f"{name} is {_kind(value)}: give {KINDS}")
 
 
 def _is_of(library: str, value: Any, *attributes: str) -> bool:
@@ -162,7 +167,7 @@ def _writers(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Write
     for name, (kind, value) in given.items():
         if kind == "tokens":
             found[name] = (".bin", _tokens_writer(name, value))
-        elif "rows" in kinds:
+        elif {"rows", "stream"} & kinds:
             rows = value if kind != "table" else (row for batch in value.to_batches() for row in batch.to_pylist())
             found[name] = (".jsonl", _rows_writer(name, rows))
         else:
@@ -172,15 +177,13 @@ def _writers(given: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Write
 
 def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of arrays (N,T) by the names of their columns. UsageError for arrays of other shapes."""
-    fix = "give input_ids (rows, tokens), and labels of the same shape"
+    fix = "give input_ids (rows, tokens), and labels of the same shape; or a list of dicts"
     if "input_ids" not in columns:
         raise UsageError(f"{name} has {', '.join(map(str, columns)) or 'nothing'}: {fix}")
     try:
         arrays = {key: on_host(value) for key, value in columns.items()}
     except (ValueError, TypeError, BufferError) as error:
-        raise UsageError(
-            f"{name} has no arrays ({error}): {fix}, or a list of dicts with rows of any lengths"
-        ) from None
+        raise UsageError(f"{name} has no arrays ({error}): {fix}, with rows of any lengths") from None
     shapes = {array.shape for array in arrays.values()}
     if (
         len(shapes) > 1
@@ -188,7 +191,7 @@ def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         or any(a.dtype.kind not in "iu" for a in arrays.values())
     ):
         said = ", ".join(f"{key} {array.shape} of {array.dtype}" for key, array in arrays.items())
-        raise UsageError(f"{name} has {said}: {fix}, of whole numbers")
+        raise UsageError(f"{name} has {said}: {fix}. Tokens are whole numbers")
     return (
         {key: row.tolist() for key, row in zip(arrays, rows, strict=True)}
         for rows in zip(*arrays.values(), strict=True)
@@ -201,9 +204,8 @@ def _rows_writer(name: str, rows: Iterable[Any]) -> Write:
         with path.open("w", encoding="utf-8", newline="\n") as file:
             for count, row in enumerate(rows, 1):
                 if kind not in (None, type(row)) and not (kind is dict and isinstance(row, Mapping)):
-                    raise DataError(
-                        f"{name}: row {count} is {_kind(row)}, and those before are {kind.__name__}: mixed rows"
-                    )
+                    said = f"row {count} is {_kind(row)}, and those before are {kind.__name__}"
+                    raise DataError(f"{name}: {said}: give all as dicts, or all as texts")
                 kind = kind or (dict if isinstance(row, Mapping) else type(row))
                 file.write(as_json(name, count, row) + "\n")
         if not count:
@@ -217,7 +219,7 @@ def as_json(name: str, number: int, row: Any) -> str:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
-        raise DataError(f"{name}: row {number} is {_kind(row)}: give a dict with fields, or a text")
+        raise DataError(f"{name}: row {number} is {_kind(row)}: give a dict with fields, such as input_ids, or a text")
     try:
         return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError) as error:
@@ -229,11 +231,12 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"a {type(value).__name__}")
+    raise TypeError(_kind(value))
 
 
-def _kind(row: Any) -> str:
-    return f"a {type(row).__name__}"
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _table_writer(name: str, table: Any) -> Write:
@@ -273,8 +276,11 @@ def _in_cache(writers: Mapping[str, tuple[str, str, Write]]) -> dict[str, str]:
             for name, (*_, write) in writers.items():
                 write(making / names[name])
             folder = root / key_of({file: content_hash(making / file) for file in names.values()})
-            if not folder.is_dir():
+            try:
                 os.rename(making, folder)
+            except OSError:
+                if not folder.is_dir():  # made before, perhaps by another process just now
+                    raise
         finally:
             shutil.rmtree(making, ignore_errors=True)
     return {name: str(folder / file) for name, file in names.items()}

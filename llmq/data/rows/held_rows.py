@@ -7,45 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from itertools import islice
 from typing import Any
 
-from llmq.data.rows.row_files import Located, Row, as_row
+from llmq.data.rows.row_files import BadRow, Located, Row, as_row, kind_of
 from llmq.errors import DataError, UsageError
 
 LOOKED_AT = 32  # rows that the format is found from; they are read again
 PREFIX = "held:"  # of names
-_HELD: dict[str, HeldRows] = {}
+_HELD: ContextVar[Mapping[str, HeldRows]] = ContextVar("held", default={})  # noqa: B039 -- which stays empty
 
 
 @contextmanager
 def holding(name: str, rows: HeldRows) -> Iterator[None]:
     """Within, `held` finds the rows by a name."""
-    _HELD[name] = rows
+    token = _HELD.set({**_HELD.get(), name: rows})
     try:
         yield
     finally:
-        del _HELD[name]
+        _HELD.reset(token)
 
 
 def held(name: str) -> HeldRows | None:
     """The rows of that name; None for the name of something else. UsageError for rows of a run that is over."""
-    if name.startswith(PREFIX) and name not in _HELD:
+    rows = _HELD.get().get(name)
+    if name.startswith(PREFIX) and rows is None:
         raise UsageError(
             f"{name} are rows that a Python program gave: resume with the same in Trainer.train(train=...)"
         )
-    return _HELD.get(name)
+    return rows
 
 
 class HeldRows:
-    """A File of the rows of an iterable, which the caller gave as the argument `name`."""
+    """A File of the rows of an iterable, which the caller gave as the argument `name`; `evaluation` is a file of rows
+    to evaluate on."""
 
     is_here = True
     size = 0
 
-    def __init__(self, rows: Iterable[Any], name: str) -> None:
-        self.name, self._rows = name, rows
+    def __init__(self, rows: Iterable[Any], name: str, evaluation: str | None = None) -> None:
+        self.name, self._rows, self.evaluation = name, rows, evaluation
         self._is_iterator = iter(rows) is rows
         self._first: list[Any] = []  # of an iterator, as they can be read again
         self._taken = 0  # of an iterator
@@ -60,9 +63,11 @@ class HeldRows:
 
     def rows(self, start: int = 0) -> Iterator[Located]:
         """Each row from `start` on. DataError for rows of an iterator that are gone."""
+        is_text = None
         for number, row in enumerate(self._from_first()):
+            is_text = isinstance(row, str) if is_text is None else is_text
             if number >= start:
-                yield number, partial(self._row, number, row)
+                yield number, partial(self._row, number, row, is_text)
 
     def _from_first(self) -> Iterator[Any]:
         if not self._is_iterator:
@@ -82,10 +87,12 @@ class HeldRows:
         if not self._taken:
             raise DataError(f"{self.name} has no rows: an iterator gives them once, so give a new one for each run")
 
-    def _row(self, number: int, row: Any) -> Row:
+    def _row(self, number: int, row: Any, is_text: bool) -> Row:
         place = f"{self.name}:{number + 1}"
-        if isinstance(row, str):
+        if isinstance(row, str) and is_text:
             row = {"text": row}
+        elif is_text:
+            return BadRow(place, f"{kind_of(row)}, and the rows before are texts")
         return as_row(place, dict(row) if isinstance(row, Mapping) else row)
 
     def num_rows(self) -> int:
