@@ -42,6 +42,7 @@ COMMANDS = (
     "llmq-bench",
     "llmq-estimate",
     "llmq-merge",
+    "llmq-eval",
     "llmq-plot",
     "llmq-export-wandb",
 )

@@ -14,6 +14,7 @@ BASE = {
     "llmq-generate": "--model m --device cpu --max-tokens 2",
     "tokenize-data": "--model m --out-dir out",
     "llmq-merge": "--model m --out-dir out",
+    "llmq-eval": "--model m --data rows.jsonl --device cpu",
     "llmq-estimate": "--model m --gpu H200",
     "llmq-bench": "--device cpu --models tiny_llama3_50m",
     "llmq-bench op": "op --device cpu --models tiny_llama3_50m",
@@ -276,6 +277,18 @@ COMMAND_LINES = {
 --input text.txt --out-dir /proc/x | /proc/x/.partial.lock: cannot be written or
 --input text.txt --out-dir text.txt | --out-dir text.txt is a file: name a folder
 --input text.txt --out-dir text.txt/x | is not a folder): choose a folder on another
+""",
+    ("llmq-eval", 2): r"""
+--metrics loss,lost | --metrics lost: known are loss, perplexity
+--metrics '' --answers out.jsonl | no metric is of answers
+--limit 0 | 0 is not in the range x>=1
+--data '' | it is empty: give a path.
+--seq-len 1 | 1 is not in the range x>=2
+""",
+    ("llmq-eval", 3): r"""
+--data absent.jsonl | absent.jsonl
+--data absent.bin | absent.bin
+--adapter absent | absent has no adapter_config.json: give a
 """,
     ("llmq-merge", 2): r"""
 --adapter a --adapter a | --adapter a is given twice: give it once
