@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.tensor import DTYPES
+from llmq.tensor import DTYPES, LARGEST
 
 NAMES = {DTYPES[name]: name for name in ("fp64", "fp32", "fp16", "bf16", "e4m3", "e5m2", "int32", "int8", "uint8")}
-STORED_AS = {"e4m3": "uint8", "e5m2": "uint8"}  # what CuPy has no dtype for
 HOST, CUDA, PINNED = 1, 2, 3  # DLDeviceType
+KINDS = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
 CODES = {(0, 8): "int8", (0, 32): "int32", (1, 8): "uint8", (2, 16): "fp16", (2, 32): "fp32", (2, 64): "fp64"}
 CODES |= {(4, 16): "bf16", (10, 8): "e4m3", (12, 8): "e5m2"}  # (DLDataTypeCode, bits)
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -107,14 +107,24 @@ def empty(shape: tuple[int, ...], dtype: str, device: int | None) -> Any:
         return np.empty(shape, DTYPES[dtype])
     import cupy
 
-    return cupy.empty(shape, DTYPES[STORED_AS.get(dtype, dtype)])
+    return cupy.empty(shape, stored(dtype))
+
+
+def stored(dtype: str) -> np.dtype:
+    """Dtype of arrays of a GPU that hold numbers of a dtype: CuPy has none for fp8."""
+    return DTYPES["uint8" if dtype in LARGEST else dtype]
+
+
+def strides_of(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Those of a contiguous array, in bytes."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _is_cupy(kind: type) -> bool:
     return kind.__module__.split(".", 1)[0] == "cupy"
 
 
-def _refused(dtype: np.dtype, name: str) -> NoReturn:
+def _refused(dtype: object, name: str) -> NoReturn:
     raise UsageError(f"{name} has the dtype {dtype}, which llmq lacks: use fp32, bf16, fp64 or int32")
 
 
@@ -129,16 +139,17 @@ def _from_dlpack(x: Any, name: str = "x") -> np.ndarray | DeviceArray:
         fix = "detach() it, and move it to the CPU or a CUDA GPU"
         raise UsageError(f"{name} does not give its memory away ({error}): {fix}") from error
     about = _Tensor.from_address(_pointer(capsule, b"dltensor"))
+    if about.device_type not in (HOST, CUDA, PINNED):
+        raise UsageError(f"{name} is on a device of DLPack's type {about.device_type}: move it to the CPU or CUDA")
+    kind = f"{KINDS.get(about.code, f'code {about.code} of ')}{about.bits}{f'x{about.lanes}' * (about.lanes > 1)}"
     dtype = CODES.get((about.code, about.bits)) if about.lanes == 1 else None
-    if dtype is None or about.device_type not in (HOST, CUDA, PINNED):
-        what = f"dtype ({about.code}, {about.bits} bits), device type {about.device_type}"
-        raise UsageError(f"{name} has a {what}, which llmq lacks: use fp32, bf16, fp64 or int32 on the CPU or CUDA")
+    dtype = dtype or _refused(kind, name)
     shape = tuple(about.shape[: about.ndim])
     itemsize = DTYPES[dtype].itemsize
     strides = tuple(itemsize * n for n in about.strides[: about.ndim]) if about.strides else None
     address = (about.data or 0) + about.byte_offset
     if about.device_type == CUDA:
-        whole = _contiguous(shape, itemsize)
+        whole = strides_of(shape, itemsize)
         # axes of one may have any
         if strides and all(n == 1 or found == step for n, found, step in zip(shape, strides, whole, strict=True)):
             strides = None
@@ -147,11 +158,6 @@ def _from_dlpack(x: Any, name: str = "x") -> np.ndarray | DeviceArray:
     if not math.prod(shape):
         return np.empty(shape, DTYPES[dtype])
     return np.asarray(_Held(capsule, interface)).view(DTYPES[dtype])
-
-
-def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes."""
-    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _stream() -> int:
@@ -164,8 +170,8 @@ def _stream() -> int:
 def _cupy_array(x: DeviceArray) -> Any:
     import cupy
 
-    dtype = DTYPES[STORED_AS.get(x.dtype, x.dtype)]
-    strides = x.strides or _contiguous(x.shape, dtype.itemsize)
+    dtype = stored(x.dtype)
+    strides = x.strides or strides_of(x.shape, dtype.itemsize)
     extent = sum((n - 1) * step for n, step in zip(x.shape, strides, strict=True)) + dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(x.address, extent if math.prod(x.shape) else 0, x.owner or x, x.device)
+    memory = cupy.cuda.UnownedMemory(x.address, extent if math.prod(x.shape) else 0, x, x.device)
     return cupy.ndarray(x.shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)

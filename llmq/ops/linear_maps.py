@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
+from typing import Any
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.routines import Given, Numbers, Operands, Routine, Written
+from llmq.ops.routines import Numbers, Operands, Routine, Written
 from llmq.sites.fp8 import RECIPES
 from llmq.tensor import COLSUM, DTYPES, IGNORED, LARGEST, Form, scale_shape, stored_shape
 
@@ -96,8 +95,14 @@ def _head(operands: Operands) -> None:
     x, weight, targets = (operands.given(name) for name in ("x", "weight", "targets"))
     count, vocab = math.prod(x.shape[:-1]), weight.shape[0]
     chunk = operands.numbers["chunk"] or _most_tokens(vocab * DTYPES[operands.dtype].itemsize)
-    num_tokens = operands.numbers["vocab_size"] or vocab
-    _check_targets(targets, num_tokens)
+    num_tokens = vocab if operands.numbers["vocab_size"] is None else operands.numbers["vocab_size"]
+    if not 0 < num_tokens <= vocab:
+        raise UsageError(f"{operands.routine}: vocab_size {num_tokens}, and weight has {vocab} rows")
+    operands.refuse(
+        "targets",
+        lambda x: (x != IGNORED) & ((x < 0) | (x >= num_tokens)),
+        f"outside the vocabulary of {num_tokens}: use {IGNORED} for what is not trained",
+    )
     wide = operands.make((min(chunk, count), -(-vocab // WIDTH) * WIDTH), operands.dtype)
     numbers = {"vocab_size": num_tokens, "z_loss": operands.numbers["z_loss"]}
     for start in range(0, count, chunk):
@@ -123,15 +128,6 @@ def _most_tokens(row_bytes: int) -> int:
     return max(CHUNK_STEP, LOGITS_BYTES // row_bytes // CHUNK_STEP * CHUNK_STEP)
 
 
-def _check_targets(targets: Tensor, vocab_size: int) -> None:
-    """UsageError for ids outside the vocabulary; on a GPU, to look would be to wait."""
-    if isinstance(targets.array, np.ndarray):
-        is_wrong = (targets.array != IGNORED) & ((targets.array < 0) | (targets.array >= vocab_size))
-        if is_wrong.any():
-            what = f"{targets.array[is_wrong][0]}, outside the vocabulary of {vocab_size}"
-            raise UsageError(f"linear_cross_entropy: targets have {what}: use {IGNORED} for what is not trained")
-
-
 def _quantize(operands: Operands) -> None:
     x = operands.given("x")
     arrays = {name: out.tensors[0].array for name, out in operands.outputs.items() if out.wanted}
@@ -147,36 +143,27 @@ def _quantize(operands: Operands) -> None:
 class _Quantize(Routine):
     """Its results have the shapes of copies and scales."""
 
-    def results(self, inputs: Mapping[str, Given], numbers: Numbers) -> dict[str, Written]:
+    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Written:
         """The bytes and the scales of both layouts."""
-        super().results(inputs, numbers)
-        found, shape = {}, inputs["x"].shape
-        for layout, name in (("row", "rows"), ("col", "columns")):
-            form = Form(numbers["format"], layout, numbers["scaling"])
-            found[name] = Written(stored_shape(shape, form), (form.dtype, "uint8"))
-            found[f"{name}_scale"] = Written(scale_shape(shape, form), ("fp32",))
-        return found
+        shape, layout = (*known["..."], known["K"]), "row" if name.startswith("rows") else "col"
+        form = Form(numbers["format"], layout, numbers["scaling"])
+        if name.endswith("_scale"):
+            return Written(scale_shape(shape, form), (form.scales.dtype,))
+        return Written(stored_shape(shape, form), (form.dtype, "uint8"))
 
 
-LINEAR = Routine("linear", {"y": "...N"}, {"x": "...K", "weight": "NK", "bias": "N", "residual": "...N"}, _linear)
+LINEAR = Routine("linear", "y ...N <- x ...K, weight NK, bias? N, residual? ...N", _linear)
 LINEAR_BACKWARD = Routine(
     "linear_backward",
-    {"d_x": "...K", "d_weight": "NK grad", "d_bias": "N grad"},
-    {"d_y": "...N", "d_y_columns": "...N", "x": "...K", "weight": "NK"},
+    "d_x ...K, d_weight NK grad, d_bias N grad <- d_y ...N, d_y_columns? ...N, x? ...K, weight? NK",
     _linear_backward,
 )
 HEAD = Routine(
-    "linear_cross_entropy",
-    {"loss": "... stat", "d_x": "...C", "d_weight": "VC grad"},
-    {"x": "...C", "weight": "VC", "targets": "... int"},
-    _head,
+    "linear_cross_entropy", "loss ... stat, d_x ...C, d_weight VC grad <- x ...C, weight VC, targets ... int", _head
 )
-QUANTIZE = _Quantize(
-    "quantize", dict.fromkeys(("rows", "rows_scale", "columns", "columns_scale"), ""), {"x": "...K"}, _quantize
-)
+QUANTIZE = _Quantize("quantize", "rows ..., rows_scale ..., columns ..., columns_scale ... <- x ...K", _quantize)
 DEQUANTIZE = Routine(
     "dequantize",
-    {"x": "...K"},
-    {"copy": "...K"},
+    "x ...K <- copy ...K",
     lambda operands: operands.ops["cast"](operands.outputs["x"], operands.given("copy")),
 )

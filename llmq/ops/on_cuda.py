@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, partial, reduce
 from operator import or_
@@ -20,17 +20,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from llmq.errors import UsageError
-from llmq.operands import Output, Tensor
+from llmq.operands import Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.algorithms import Algorithms
 from llmq.ops.cuda.attention import AttentionPlan, AttentionShape, Cudnn, attention_kernels
 from llmq.ops.cuda.cublaslt import Gemm, Gemms, Pointers, device_key
 from llmq.ops.cuda.linear import linear_kernels
-from llmq.ops.exchange import NAMES, STORED_AS, operand
-from llmq.ops.routines import Given, Numbers, Operands, Routine, Written, output
+from llmq.ops.exchange import NAMES, operand, stored, strides_of
 from llmq.ops.seam import Arguments, record
-from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_shape
+from llmq.tensor import DTYPES, Ref
 
 SLOT = 1 << 44  # bytes between the addresses that stand for operands: more than a GPU has
 ALIGNMENT = 256  # beyond which more helps no kernel
@@ -47,7 +46,7 @@ class StandIn:
         self.shape, self.dtype, self.itemsize = shape, dtype, dtype.itemsize
         self.ndim, self.size = len(shape), math.prod(shape)
         self.nbytes = self.size * self.itemsize
-        self.strides = strides or tuple(self.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        self.strides = strides or strides_of(shape, dtype.itemsize)
         self.data = SimpleNamespace(ptr=address)
 
     def reshape(self, *shape: int) -> StandIn:
@@ -67,7 +66,7 @@ class StandIn:
 class _Kept:
     """The launches of a call, in order, and the scratch that they need.
 
-    Slots are those of the operands; of tensors that live as long as the call; of what launches use in turn; and of no
+    Slots are those of the operands; of arrays that live as long as the call; of what launches use in turn; and of no
     memory, whose address is 0.
     """
 
@@ -81,14 +80,8 @@ class _Kept:
         """What stands for the address of a slot."""
         return (slot + 1) * SLOT + self._offset
 
-    def make(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor:
-        """A tensor that lives as long as the call."""
-        scale = None
-        if form is not None and form.scaling is not None:
-            scale = self._array(scale_shape(shape, form), form.scales.dtype)
-        return Tensor("made", self._array(stored_shape(shape, form), form.dtype if form else dtype), shape, form, scale)
-
-    def _array(self, shape: tuple[int, ...], dtype: str) -> Any:
+    def new(self, shape: tuple[int, ...], dtype: str) -> StandIn:
+        """An array that lives as long as the call."""
         found = StandIn(self.address(self._made) + self.made_bytes, shape, stored(dtype))
         self.made_bytes += -(-found.nbytes // ALIGNMENT) * ALIGNMENT
         return found
@@ -111,22 +104,13 @@ class _Kept:
     def take(self, one: gpu.KernelLaunch | gpu.Zeros) -> None:
         """What a launcher puts on the stream."""
         if isinstance(one, gpu.Zeros):
-            self._zeros(*one)
-        else:
-            self._kernel(*one)
-
-    def _kernel(
-        self,
-        function: Any,
-        grid: tuple[int, ...],
-        threads: int,
-        arguments: tuple[Any, ...],
-        shared_bytes: int,
-        early: bool,
-    ) -> None:
-        assert not early, "it would begin before the call's turn"
-        moved = [(i, *self._place(value)) for i, value in enumerate(arguments) if type(value) is int]
-        block, function = (threads,), getattr(function, "kernel", function)  # of the current GPU
+            (slot, offset), num_bytes = self._place(one.start), one.num_bytes
+            self.steps.append(lambda at: gpu.zero(at[slot] + offset, num_bytes))
+            return
+        assert not one.early, "it would begin before the call's turn"
+        moved = [(i, *self._place(value)) for i, value in enumerate(one.arguments) if type(value) is int]
+        block, function = (one.threads,), getattr(one.function, "kernel", one.function)  # of the current GPU
+        grid, arguments, shared_bytes = one.grid, one.arguments, one.shared_bytes
 
         def step(at: Sequence[int]) -> None:
             values = [*arguments]
@@ -136,70 +120,28 @@ class _Kept:
 
         self.steps.append(step)
 
-    def _zeros(self, start: int, num_bytes: int) -> None:
-        slot, offset = self._place(start)
-        self.steps.append(lambda at: gpu.zero(at[slot] + offset, num_bytes))
-
-    def product(self, run: Callable[[Pointers, int], None], pointers: Pointers, workspace: int) -> None:
-        """A matrix product."""
-        places = [self._place(address) for address in (*astuple(pointers), workspace)]
-        lock = self._context.lock
+    def of_library(self, run: Callable[[list[int]], None], addresses: Iterable[int]) -> None:
+        """What a library puts on the stream."""
+        places, lock = [*map(self._place, addresses)], self._context.lock
 
         def step(at: Sequence[int]) -> None:
-            *addresses, used = (at[slot] + offset for slot, offset in places)
+            found = [at[slot] + offset for slot, offset in places]
             with lock:  # descriptors have the pointers of one call
-                run(Pointers(*addresses), used)
+                run(found)
 
         self.steps.append(step)
-
-    def attention(self, plan: AttentionPlan, pointers: Mapping[str, int], workspace: int) -> None:
-        """A graph of cuDNN."""
-        places = {name: self._place(address) for name, address in pointers.items()}
-        (slot, offset), context = self._place(workspace), self._context
-
-        def step(at: Sequence[int]) -> None:
-            found = {name: at[slot] + offset for name, (slot, offset) in places.items()}
-            with context.lock:
-                context.cudnn.run(plan, found, at[slot] + offset)
-
-        self.steps.append(step)
-
-
-class _Products:
-    """`Gemms` for launchers, whose products are kept."""
-
-    def __init__(self, context: _Context) -> None:
-        self._context, self.bound = context, WeakKeyDictionary[Any, Any]()
-
-    def bind(self, problem: Gemm, pointers: Pointers, alpha: float) -> Callable[[int], None]:
-        """As `Gemms.bind`."""
-        kept = self._context.kept
-        assert kept is not None
-        return partial(kept.product, self._context.gemms.ready(problem, alpha), pointers)
-
-
-class _Attentions:
-    """`Cudnn` for launchers, whose graphs are kept."""
-
-    def __init__(self, context: _Context) -> None:
-        self._context = context
-
-    def plan(self, kind: str, shape: AttentionShape) -> AttentionPlan:
-        """As `Cudnn.plan`."""
-        return self._context.cudnn.plan(kind, shape)
-
-    def run(self, plan: AttentionPlan, pointers: Mapping[str, int], workspace: int) -> None:
-        """As `Cudnn.run`."""
-        assert self._context.kept is not None
-        self._context.kept.attention(plan, pointers, workspace)
 
 
 @dataclass(eq=False)
 class _Context:
-    """The libraries of a GPU, made when a call needs them, and the launches that are being kept."""
+    """The libraries of a GPU, made when a call needs them, and the launches that are being kept.
+
+    For launchers it is `Gemms` and `Cudnn`, whose work is kept.
+    """
 
     lock: Any = field(default_factory=threading.Lock)
     kept: _Kept | None = None
+    bound: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
     @cached_property
     def gemms(self) -> Gemms:
@@ -213,15 +155,52 @@ class _Context:
 
     @cached_property
     def kernels(self) -> dict[str, gpu.Kernel]:
-        """Of all ops; those of libraries are kept like the others."""
-        products: Any = _Products(self)
-        attention: Any = _Attentions(self)
-        return cuda.kernels({**linear_kernels(products), **attention_kernels(attention)})
+        """Of all ops."""
+        libraries: Any = self
+        return cuda.kernels({**linear_kernels(libraries), **attention_kernels(libraries)})
+
+    def bind(self, problem: Gemm, pointers: Pointers, alpha: float) -> Callable[[int], None]:
+        """As `Gemms.bind`."""
+        run, addresses = self.gemms.ready(problem, alpha), astuple(pointers)
+        return lambda workspace: self._keep(lambda found: run(Pointers(*found[:-1]), found[-1]), *addresses, workspace)
+
+    def plan(self, kind: str, shape: AttentionShape) -> AttentionPlan:
+        """As `Cudnn.plan`."""
+        return self.cudnn.plan(kind, shape)
+
+    def run(self, plan: AttentionPlan, pointers: Mapping[str, int], workspace: int) -> None:
+        """As `Cudnn.run`."""
+        names = (*pointers,)
+        self._keep(
+            lambda found: self.cudnn.run(plan, dict(zip(names, found, strict=False)), found[-1]),
+            *pointers.values(),
+            workspace,
+        )
+
+    def _keep(self, run: Callable[[list[int]], None], *addresses: int) -> None:
+        assert self.kept is not None
+        self.kept.of_library(run, addresses)
+
+    @contextmanager
+    def keeping(self, num_operands: int, offset: int = 0) -> Iterator[_Kept]:
+        """Meanwhile what launchers launch in this thread is kept."""
+        with self.lock:
+            kept = self.kept = _Kept(self, num_operands, offset)
+            with gpu.given_to(kept.take):
+                yield kept
+            if "gemms" in vars(self):
+                self.gemms.algorithms.save()  # what is lost with the folder is timed again by the next process
 
 
 @cache
 def _context(device: int) -> _Context:
     return _Context()
+
+
+def _current() -> _Context:
+    import cupy
+
+    return _context(cupy.cuda.runtime.getDevice())
 
 
 def on(device: int) -> AbstractContextManager[Any]:
@@ -244,62 +223,19 @@ def layout(read: Sequence[int], written: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def bind(
-    routine: Routine,
-    inputs: Mapping[str, Given],
-    results: Mapping[str, Written | None],
-    numbers: Numbers,
-    layout: tuple[tuple[int, ...], int, int],
+    compute: Callable[..., None], layout: tuple[tuple[int, ...], int, int]
 ) -> Callable[[Sequence[int], Sequence[int], Any], None]:
     """A function of the addresses of inputs (the scales of a copy after it) and of results, and of an allocator."""
-    import cupy
-
-    first, dtype = next((name, x.dtype) for name, x in inputs.items())
-    if dtype == "fp64":
-        raise UsageError(
-            f"{routine.name}: {first} is in fp64, which kernels of the GPU lack: use fp32 or bf16, or the CPU"
-        )
     pattern, alignment, _ = layout
-    context = _context(cupy.cuda.runtime.getDevice())
-    with context.lock:
-        kept = context.kept = _Kept(context, len(pattern), alignment % ALIGNMENT)
+    context = _current()
+    with context.keeping(len(pattern), alignment % ALIGNMENT) as kept:
         places = map(kept.address, pattern)
-        given = {name: _tensor(name, x, places) for name, x in inputs.items()}
-        outputs = {name: _output(name, result, places) for name, result in results.items()}
         ops = {op: partial(kept.run, op) for op in context.kernels}
-        about = {**dict.fromkeys(routine.inputs), **given}
-        with gpu.given_to(kept.take):
-            routine.compute(Operands(ops, kept.make, outputs, about, numbers, dtype))
-        if "gemms" in vars(context):
-            context.gemms.algorithms.save()  # what is lost with the folder is timed again by the next process
-    return _bound(kept)
-
-
-def stand_in(slot: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> StandIn:
-    """An operand of `launches`, by its place among them; strides in bytes."""
-    return StandIn((slot + 1) * SLOT, shape, stored(dtype), strides)
-
-
-def launches(op: str, handles: Sequence[Any], numbers: Numbers, num_operands: int) -> tuple[list[Step], int]:
-    """What an op launches on the current GPU for handles over `stand_in`s, and bytes of scratch: steps that take the
-    addresses of these, 0, that of the scratch, and 0."""
-    import cupy
-
-    kept = _Kept(_context(cupy.cuda.runtime.getDevice()), num_operands, 0)
-    with gpu.given_to(kept.take):
-        kept.run(op, *handles, **numbers)
-    return kept.steps, kept.used_bytes
-
-
-def _bound(kept: _Kept) -> Callable[[Sequence[int], Sequence[int], Any], None]:
+        compute(ops, lambda shape, dtype, strides: StandIn(next(places), shape, stored(dtype), strides), kept.new)
     steps, made_bytes, num_bytes = kept.steps, kept.made_bytes, kept.made_bytes + kept.used_bytes
 
     def run(read: Sequence[int], written: Sequence[int], allocate: Any) -> None:
-        memory = _scratch(num_bytes, allocate) if num_bytes else None  # goes back once all is on the stream
-        start = 0 if memory is None else int(getattr(memory, "ptr", 0)) or operand(memory, "scratch").place
-        if start % ALIGNMENT:
-            raise UsageError(
-                f"scratch at {start} is not aligned to {ALIGNMENT} bytes: give memory of a whole allocation"
-            )
+        _held, start = _scratch(num_bytes, allocate)  # goes back once all is on the stream
         at = (*read, *written, start, start + made_bytes, 0)
         for step in steps:
             step(at)
@@ -307,32 +243,36 @@ def _bound(kept: _Kept) -> Callable[[Sequence[int], Sequence[int], Any], None]:
     return run
 
 
-def _scratch(num_bytes: int, allocate: Any) -> Any:
-    """Memory of the caller, or of CuPy's pool."""
-    if allocate is not None:
-        return allocate(num_bytes)
-    import cupy
+def _scratch(num_bytes: int, allocate: Any) -> tuple[Any, int]:
+    """Memory of the caller, or of CuPy's pool, and its address."""
+    if not num_bytes:
+        return None, 0
+    if allocate is None:
+        import cupy
 
-    return cupy.cuda.alloc(num_bytes)
-
-
-def _tensor(name: str, x: Given, places: Iterator[int]) -> Tensor:
-    """An input at the next place, its scales at the one after."""
-    array: Any = StandIn(next(places), x.data.shape, stored(x.data.dtype), x.data.strides)
-    scale: Any = None if x.scale is None else StandIn(next(places), x.scale.shape, stored(x.scale.dtype))
-    return Tensor(name, array, x.shape, x.form, scale)
-
-
-def _output(name: str, result: Written | None, places: Iterator[int]) -> Output:
-    """An output at the next place, if it is wanted."""
-    if result is None:
-        return output(name, None, None)
-    return output(name, StandIn(next(places), result.shape, stored(result.dtypes[0]), result.strides), result)
+        memory = cupy.cuda.alloc(num_bytes)
+        return memory, memory.ptr
+    memory = allocate(num_bytes)
+    found = operand(memory, "scratch")
+    size = math.prod(found.shape) * DTYPES[found.dtype].itemsize
+    if found.device is None or found.place % ALIGNMENT or size < num_bytes:
+        where = "the CPU" if found.device is None else hex(found.place)
+        need = f"{num_bytes} bytes of the GPU, aligned to {ALIGNMENT}"
+        raise UsageError(f"allocate({num_bytes}) gave {size} bytes at {where}, not {need}: give a whole allocation")
+    return memory, found.place
 
 
-def stored(dtype: str) -> np.dtype:
-    """Dtype of arrays that hold numbers of a dtype."""
-    return DTYPES[STORED_AS.get(dtype, dtype)]
+def stand_in(slot: int, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> StandIn:
+    """An operand of `launches`, by its place among them; strides in bytes."""
+    return StandIn((slot + 1) * SLOT, shape, stored(dtype), strides)
+
+
+def launches(op: str, handles: Sequence[Any], numbers: Mapping[str, Any], num_operands: int) -> tuple[list[Step], int]:
+    """What an op launches on the current GPU for handles over `stand_in`s, and bytes of scratch: steps that take the
+    addresses of these, 0, that of the scratch, and 0."""
+    with _current().keeping(num_operands) as kept:
+        kept.run(op, *handles, **numbers)
+    return kept.steps, kept.used_bytes
 
 
 def _arguments(op: str, handles: Sequence[Any], numbers: Mapping[str, Any]) -> Arguments:

@@ -1,32 +1,33 @@
-"""What a function on arrays computes: the axes of its operands, checked once for each set of shapes, and its ops.
+"""A function on arrays: its operands are checked, its results allocated, and its ops run.
 
-Axes are letters, each of one length in a call; `...C` is any axes and then C. A word after them says the dtype: `stat`
-is fp32, and fp64 beside values in fp64; `int` is int32; `grad` that of the values, or fp32. Without one it is the dtype
-that all values of the call have.
+What depends on shapes alone is worked out once for all calls of equal shapes. A backend (`on_host`, `on_cuda`) gives
+the arrays of operands, and memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.exchange import Operand
+from llmq.ops.axes import VALUES, parsed
+from llmq.ops.exchange import DeviceArray, Operand, empty, operand, strides_of
 from llmq.ops.seam import record
-from llmq.tensor import DTYPES, Form, scale_shape
+from llmq.tensor import DTYPES, Form, scale_shape, stored_shape
 
-VALUES = ("bf16", "fp32", "fp64")
+Allocate = Callable[[int], Any] | None
 Numbers = Mapping[str, Any]
+Next = Callable[[tuple[int, ...], str, tuple[int, ...] | None], Any]  # array of the next operand: shape, dtype, strides
+New = Callable[[tuple[int, ...], str], Any]  # array that lives as long as the call
+MOST_PLANS = 4096  # that are kept: shapes may never repeat
 
-
-class Make(Protocol):
-    """Gives memory that lives as long as the call: a tensor, in a form with its scales."""
-
-    def __call__(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor: ...
+_plans: dict[Any, _Plan] = {}
 
 
 class Given(NamedTuple):
@@ -40,13 +41,22 @@ class Given(NamedTuple):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """All but where it is."""
+        """What `of` makes a copy of."""
         return self.data[1:], *self[1:4], self.scale and self.scale[1:]
 
-    @property
-    def places(self) -> tuple[Any, ...]:
-        """Of the array, and of its scales."""
-        return (self.data.place,) if self.scale is None else (self.data.place, self.scale.place)
+    @classmethod
+    def of(cls, facts: tuple[Any, ...]) -> Given:
+        """A copy, or the values of an operand, without their memory, which a plan would keep."""
+        if len(facts) == len(Operand._fields) - 1:
+            return cls(Operand(None, *facts), *facts[:2])
+        data, shape, dtype, form, scale = facts
+        return cls(Operand(None, *data), shape, dtype, form, Operand(None, *scale))
+
+    def tensor(self, name: str, array: Next) -> Tensor:
+        """It as ops read it: its array, and the one of its scales after it."""
+        data = array(self.data.shape, self.form.dtype if self.form else self.data.dtype, self.data.strides)
+        scale: Any = None if self.scale is None else array(self.scale.shape, self.scale.dtype, None)
+        return Tensor(name, data, self.shape, self.form, scale)
 
 
 class Written(NamedTuple):
@@ -57,29 +67,29 @@ class Written(NamedTuple):
     strides: tuple[int, ...] | None = None  # in bytes
 
 
-def output(name: str, array: Any, result: Written | None) -> Output:
-    """An output over its array; unwanted without a result."""
+def _output(name: str, result: Written | None, array: Next) -> Output:
+    """A result as ops write it."""
     if result is None:
         return Output(name, (), "fp32", ())
-    return Output(name, result.shape, result.dtypes[0], (Tensor(name, array, result.shape),))
+    shape, dtype = result.shape, result.dtypes[0]
+    return Output(name, shape, dtype, (Tensor(name, array(shape, dtype, result.strides), shape),))
 
 
 @dataclass(frozen=True, eq=False)
 class Operands:
     """What a routine computes with: ops and operands by name. Inputs that are not given are None."""
 
+    routine: str
     ops: Mapping[str, Callable[..., None]]
-    make: Make
     outputs: Mapping[str, Output]
     inputs: Mapping[str, Tensor | None]
     numbers: Numbers
     dtype: str  # of the values
+    new: New
 
     def run(self, op: str) -> None:
         """Runs the op that has these operands."""
-        about = record(op)
-        outputs, inputs = (self.outputs[name] for name in about.outputs), (self.inputs[name] for name in about.inputs)
-        self.ops[op](*outputs, *inputs, **self.numbers)
+        self.ops[op](*self.outputs.values(), *self.inputs.values(), **self.numbers)
 
     def given(self, name: str) -> Tensor:
         """An input that every call has."""
@@ -87,102 +97,214 @@ class Operands:
         assert found is not None
         return found
 
+    def make(self, shape: tuple[int, ...], dtype: str, form: Form | None = None) -> Tensor:
+        """A tensor that lives as long as the call, in a form with its scales."""
+        scale = self.new(scale_shape(shape, form), form.scales.dtype) if form and form.scaling is not None else None
+        return Tensor("made", self.new(stored_shape(shape, form), form.dtype if form else dtype), shape, form, scale)
 
-@dataclass(frozen=True, eq=False)
+    def refuse(self, name: str, is_wrong: Callable[[np.ndarray], Any], why: str) -> None:
+        """UsageError for numbers of an input that are wrong; on a GPU, to look would be to wait."""
+        array = self.given(name).array
+        if isinstance(array, np.ndarray) and len(wrong := array[is_wrong(array)]):
+            raise UsageError(f"{self.routine}: {name} have {wrong[0]}, {why}")
+
+
+class _Plan(NamedTuple):
+    """What calls of equal shapes share: their results (None: unwanted), and what runs them by how their memory lies."""
+
+    device: int | None
+    backend: Any
+    results: dict[str, Written | None]
+    compute: Callable[[Mapping[str, Callable[..., None]], Next, New], None]
+    bound: dict[Any, Callable[[list[Any], list[Any], Allocate], None]]
+
+
 class Routine:
-    """A function on arrays: the axes of its outputs and inputs by name, in order, and what it computes.
+    """A function on arrays with operands of these `axes`, computed by `compute`.
 
-    `lengths(known, numbers)` are those of letters that follow from others and from the numbers.
+    `lengths(known, numbers)` are those of letters that follow from others and from the numbers. With `takes_views`,
+    operands need only be contiguous along their last axis.
     """
 
-    name: str
-    outputs: Mapping[str, str]
-    inputs: Mapping[str, str]
-    compute: Callable[[Operands], None]
-    lengths: Callable[[Mapping[str, int], Numbers], Mapping[str, int]] = lambda known, numbers: {}
-    takes_views: bool = False  # whose last axis is contiguous
+    def __init__(
+        self,
+        name: str,
+        axes: str,
+        compute: Callable[[Operands], None],
+        lengths: Callable[[Mapping[str, int], Numbers], Mapping[str, int]] = lambda known, numbers: {},
+        takes_views: bool = False,
+    ) -> None:
+        self.name, self.compute, self.lengths, self.takes_views = name, compute, lengths, takes_views
+        self.outputs, self.inputs = parsed(axes)
 
-    def results(self, inputs: Mapping[str, Given], numbers: Numbers) -> dict[str, Written]:
-        """What a call on these writes, by name; UsageError for inputs that do not fit each other."""
+    def __call__(
+        self,
+        *inputs: Any,
+        wanted: frozenset[str] | None = None,
+        out: Any = None,
+        allocate: Allocate = None,
+        **numbers: Any,
+    ) -> Any:
+        """Runs it on arrays, copies and None: a tuple of its results, None for those not `wanted`, or the only one."""
+        read: list[Any] = []
+        facts: list[Any] = []
+        for x, (name, axes) in zip(inputs, self.inputs.items(), strict=True):
+            if type(x) is Given:
+                read += (x.data.place,) if x.scale is None else (x.data.place, x.scale.place)
+                facts.append(x.facts)
+            elif x is None and axes.is_optional:
+                facts.append(None)
+            else:  # the first fields of DeviceArray are those of Operand
+                found = x if type(x) is DeviceArray else operand(x, name)
+                read.append(found[0])
+                facts.append(found[1:5])
+        if out is None:
+            into: Any = (None,) * len(self.outputs)
+        else:
+            into = (out,) if type(out) is DeviceArray or not isinstance(out, tuple | list) else out
+        places = [x if x is None or type(x) is DeviceArray else operand(x, "out") for x in into]
+        key = (self, (*numbers.values(),), wanted, (*facts,), *[x and x[1:5] for x in places])
+        plan = _plans.get(key) or self._plan(key, facts, numbers, places, wanted)
+        with plan.backend.on(plan.device):
+            made: list[Any] = []
+            written: list[Any] = []
+            for result, array, place in zip(plan.results.values(), into, places, strict=True):
+                if result is None:
+                    made.append(None)
+                    continue
+                if place is None:
+                    array = empty(result.shape, result.dtypes[0], plan.device)
+                    place = operand(array, "out")
+                made.append(array)
+                written.append(place[0])
+            layout = plan.backend.layout(read, written)
+            run = plan.bound.get(layout)
+            if run is None:
+                run = plan.bound[layout] = plan.backend.bind(plan.compute, layout)
+            run(read, written, allocate)
+        return tuple(made) if len(made) > 1 else made[0]
+
+    def _plan(
+        self, key: Any, facts: list[Any], numbers: Numbers, places: list[Any], wanted: frozenset[str] | None
+    ) -> _Plan:
+        """That of a new kind of call; UsageError for what does not fit."""
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        about = {name: fact and Given.of(fact) for name, fact in zip(self.inputs, facts, strict=True)}
+        inputs = {name: x for name, x in about.items() if x is not None}
+        device = _device(self.name, inputs, places)
+        known, dtype = self._lengths(inputs, numbers), self._dtype(inputs, device)
+        if len(places) != len(self.outputs):
+            raise UsageError(
+                f"{self.name}: out has {len(places)} arrays, not {len(self.outputs)}: {', '.join(self.outputs)}"
+            )
+        results = {}
+        for name, place in zip(self.outputs, places, strict=True):
+            result = self.written(name, known, numbers, dtype) if wanted is None or name in wanted else None
+            results[name] = result and self._placed(name, result, place and operand(place, "out"))
+
+        def compute(ops: Mapping[str, Callable[..., None]], array: Next, new: New) -> None:
+            given = {name: x and x.tensor(name, array) for name, x in about.items()}
+            outputs = {name: _output(name, result, array) for name, result in results.items()}
+            self.compute(Operands(self.name, ops, outputs, given, numbers, dtype, new))
+
+        backend = import_module(f"llmq.ops.{'on_host' if device is None else 'on_cuda'}")
+        plan = _plans[key] = _Plan(device, backend, results, compute, {})
+        return plan
+
+    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Written:
+        """An output beside values in a dtype."""
+        axes = self.outputs[name]
+        return Written(axes.shape(known), axes.dtypes(dtype))
+
+    def _placed(self, name: str, result: Written, place: Operand | None) -> Written:
+        """A result in memory that is given."""
+        if place is None:
+            return result
+        if place.shape != result.shape or place.dtype not in result.dtypes:
+            fits = f"{result.shape} in {' or '.join(result.dtypes)}"
+            raise UsageError(f"{self.name}: out for {name} is {place.shape} in {place.dtype}, not {fits}")
+        self._check_place(f"out for {name}", place)
+        dtypes = result.dtypes if place.dtype == "uint8" else (place.dtype,)  # bytes of fp8
+        return Written(result.shape, dtypes, place.strides)
+
+    def _check_place(self, name: str, x: Operand) -> None:
+        """UsageError for memory that is not laid out as the routine takes it."""
+        if not math.prod(x.shape):
+            raise UsageError(f"{self.name}: {name} {x.shape} has no elements")
+        if x.strides is None or x.strides == (whole := strides_of(x.shape, DTYPES[x.dtype].itemsize)):
+            return
+        if not self.takes_views or x.strides[-1:] != whole[-1:]:
+            raise UsageError(f"{self.name}: {name} {x.shape} is not contiguous: copy it first")
+
+    def _lengths(self, inputs: Mapping[str, Given], numbers: Numbers) -> dict[str, Any]:
+        """Of letters; UsageError for inputs that do not fit each other."""
         known: dict[str, Any] = {}
         owners: dict[str, str] = {}  # the input that a letter's length comes from
         for name, x in inputs.items():
-            self.check_place(name, x.data)
-            if x.scale is not None and x.form is not None and x.scale.shape != scale_shape(x.shape, x.form):
-                raise UsageError(
-                    f"{self.name}: the scale of {name} is {x.scale.shape}, not {scale_shape(x.shape, x.form)}"
-                )
-            for letter, length in self._bound(name, x.shape):
+            axes = self.inputs[name]
+            if x.data.dtype in DTYPES:  # `_dtype` refuses others
+                self._check_place(name, x.data)
+            self._check_copy(name, x)
+            if not axes.fit(x.shape):
+                raise UsageError(f"{self.name}: {name} {x.shape} is not {axes}")
+            for letter, length in axes.lengths(x.shape):
                 owner = owners.setdefault(letter, name)
                 if known.setdefault(letter, length) != length:
-                    other = f"{owner} {inputs[owner].shape}, {shown(self.inputs[owner])}"
-                    raise UsageError(f"{self.name}: {name} {x.shape}, {shown(self.inputs[name])}, does not fit {other}")
+                    other = f"{owner} {inputs[owner].shape}, {self.inputs[owner]}"
+                    raise UsageError(f"{self.name}: {name} {x.shape}, {axes}, does not fit {other}")
         for letter, length in self.lengths(known, numbers).items():
             if known.setdefault(letter, length) != length:
-                name = owners[letter]
-                raise UsageError(
-                    f"{self.name}: {name} is {inputs[name].shape}, and {length} would fit, not {known[letter]}"
-                )
-        dtype = self._dtype(inputs)
-        return {name: _result(axes, known, dtype) for name, axes in self.outputs.items()}
+                what = f"{owners[letter]} is {inputs[owners[letter]].shape}"
+                raise UsageError(f"{self.name}: {what}, and {length} would fit, not {known[letter]}")
+        return known
 
-    def check_place(self, name: str, x: Operand) -> None:
-        """UsageError for memory that is not laid out as the routine takes it."""
-        is_view = x.strides is not None and self.takes_views and x.strides[-1] == DTYPES[x.dtype].itemsize
-        if x.strides is not None and not is_view:
-            raise UsageError(f"{self.name}: {name} {x.shape} is not contiguous: copy it first")
-        if not math.prod(x.shape):
-            raise UsageError(f"{self.name}: {name} {x.shape} has no elements")
+    def _check_copy(self, name: str, x: Given) -> None:
+        """UsageError for a copy whose arrays are not those of its values in its form."""
+        if x.form is None or x.scale is None:
+            return
+        shape, scales = stored_shape(x.shape, x.form), (scale_shape(x.shape, x.form), x.form.scales.dtype)
+        if x.data.shape != shape or x.data.dtype not in (x.form.dtype, "uint8") or x.scale[1:3] != scales:
+            found = f"{x.data.shape} in {x.data.dtype} with scales {x.scale.shape} in {x.scale.dtype}"
+            fits = f"{shape} in {x.form.dtype} with scales {scales[0]} in {scales[1]}"
+            raise UsageError(f"{self.name}: {name}, a copy of {x.shape}, is {found}, not {fits}: use ops.quantize")
 
-    def _bound(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-        """The letters of an input, with their lengths."""
-        leads, letters, _ = parsed(self.inputs[name])
-        first = len(shape) - len(letters)
-        if first < 0 or (first and not leads):
-            raise UsageError(f"{self.name}: {name} {shape} is not {shown(self.inputs[name])}")
-        if leads:
-            yield "...", shape[:first]
-        yield from zip(letters, shape[first:], strict=True)
-
-    def _dtype(self, inputs: Mapping[str, Given]) -> str:
+    def _dtype(self, inputs: Mapping[str, Given], device: int | None) -> str:
         """That of the values; UsageError where they have many, or where another operand has a wrong one."""
-        first = next(name for name in inputs if not parsed(self.inputs[name])[2])
+        first = next(name for name in inputs if not self.inputs[name].kind)
         dtype = inputs[first].dtype
         if dtype not in VALUES:
             raise UsageError(f"{self.name}: {first} is in {dtype}: use {', '.join(VALUES)}")
+        if dtype == "fp64" and device is not None:
+            raise UsageError(
+                f"{self.name}: {first} is in fp64, which kernels of the GPU lack: use fp32 or bf16, or the CPU"
+            )
         for name, x in inputs.items():
-            wanted = _dtypes(parsed(self.inputs[name])[2], dtype)
+            wanted = self.inputs[name].dtypes(dtype)
             if x.dtype not in wanted:
                 raise UsageError(f"{self.name}: {name} is in {x.dtype}, not {wanted[0]}, where {first} is in {dtype}")
         return dtype
 
 
-def single(op: str, name: str, outputs: Mapping[str, str], inputs: Mapping[str, str], **more: Any) -> Routine:
-    """The routine of one op, whose operands these are."""
-    about = record(op)
-    assert (about.outputs, set(about.inputs)) == (tuple(outputs), set(inputs)), op
-    return Routine(name, outputs, inputs, lambda operands: operands.run(op), **more)
+def _device(routine: str, inputs: Mapping[str, Given], places: list[Any]) -> int | None:
+    """Where all operands are; UsageError for those of two devices."""
+    operands = [(name, x.data.device) for name, x in inputs.items()]
+    operands += [(f"the scale of {name}", x.scale.device) for name, x in inputs.items() if x.scale is not None]
+    operands += [("out", place.device) for place in places if place is not None]
+    names = {device: f"{name} on {'the CPU' if device is None else f'GPU {device}'}" for name, device in operands}
+    if len(names) > 1:
+        raise UsageError(f"{routine}: {' and '.join(names.values())}: move them to one device")
+    return operands[0][1]
 
 
-@cache
-def parsed(axes: str) -> tuple[bool, str, str]:
-    """Whether any axes lead, the letters after them, and the word that says the dtype."""
-    letters, _, kind = axes.partition(" ")
-    return letters.startswith("..."), letters.removeprefix("..."), kind
+def single(op: str, axes: str, name: str = "", check: Callable[[Operands], None] | None = None, **more: Any) -> Routine:
+    """The routine of one op, whose operands these are; `check` looks at their numbers."""
 
+    def compute(operands: Operands) -> None:
+        if check is not None:
+            check(operands)
+        operands.run(op)
 
-def shown(axes: str) -> str:
-    """Axes as a user reads them."""
-    leads, letters, _ = parsed(axes)
-    names = [*(["..."] if leads else []), *letters]
-    return f"({', '.join(names)}{',' * (len(names) == 1)})"
-
-
-def _dtypes(kind: str, values: str) -> tuple[str, ...]:
-    wide = values if values == "fp64" else "fp32"
-    return {"": (values,), "stat": (wide,), "int": ("int32",), "grad": (values, wide)}[kind]
-
-
-def _result(axes: str, known: Mapping[str, Any], dtype: str) -> Written:
-    leads, letters, kind = parsed(axes)
-    return Written((*(known["..."] if leads else ()), *(known[x] for x in letters)), _dtypes(kind, dtype))
+    routine, about = Routine(name or op.removesuffix("_forward"), axes, compute, **more), record(op)
+    assert (about.outputs, about.inputs) == ((*routine.outputs,), (*routine.inputs,)), op
+    return routine

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -109,7 +111,9 @@ def test_chunks_and_needs_change_no_gradient():
     d_y = normal(B, T, V)
     both = ops.linear_backward(d_y, x, weight)
     assert np.array_equal(ops.linear_backward(d_y, None, weight, needs=("x",))[0], both[0])
-    assert np.array_equal(ops.linear_backward(d_y, x, None, needs=("weight",))[1], both[1])
+    assert np.array_equal(ops.linear_backward(d_y, x, None, needs=["weight"])[1], both[1])
+    np.testing.assert_allclose(ops.linear_backward(d_y, None, None, needs={"bias"})[2], d_y.sum((0, 1)), rtol=1e-12)
+    assert ops.linear_backward(ops.quantize(d_y), x, weight, needs=()) == (None,) * 3
 
 
 def test_results_are_written_where_the_caller_says():
@@ -145,6 +149,9 @@ def test_products_in_fp8_are_those_of_copies(scaling):
         assert all(map(np.array_equal, ops.linear_backward(d_y, *copies)[:2], found[:2]))
     again = ops.quantize(x, scaling=scaling, layout="both", out=copies[0])
     assert again.rows is copies[0].rows and again.columns_scale is copies[0].columns_scale
+    in_bytes = replace(again, rows=np.empty(x.shape, np.uint8))  # as libraries without fp8 have it
+    ops.quantize(x, scaling=scaling, layout="both", out=in_bytes)
+    assert np.array_equal(ops.linear(in_bytes, copies[1], bias), in_fp8)
 
 
 def test_a_copy_is_the_value_over_its_scale():
@@ -173,6 +180,13 @@ MISTAKES = {
     "window": (lambda: ops.attention(normal(*QKV[0]), **HEADS, window=0), "a window of 0 keys"),
     "packed": (lambda: ops.rope(normal(B, T, 10), *TURN, **HEADS), "48 would fit"),
     "positions": (lambda: ops.rope(normal(*QKV[0]), TABLE, POSITIONS.astype(np.int64), **HEADS), "int64"),
+    "position": (lambda: ops.rope(normal(*QKV[0]), TABLE, POSITIONS + T, **HEADS), r"positions have .* rows 0 to 6"),
+    "borders": (
+        lambda: ops.attention(normal(1, T, QKV[0][2]), np.array([[0, 3, 2]], np.int32), **HEADS),
+        r"borders have \[0 3 2\], not ascending from 0 to 5",
+    ),
+    "no axes": (lambda: ops.attention(normal(), **HEADS), r"qkv \(\) is not \(B, T, Q\)"),
+    "none": (lambda: ops.linear_backward(normal(2, F), None, normal(F, C)), "x is a NoneType, not an array"),
     "target": (
         lambda: ops.linear_cross_entropy(normal(T, C), normal(4, C), TARGETS[1] + 4),
         "outside the vocabulary of 4",
@@ -183,11 +197,26 @@ MISTAKES = {
         "weight has 4 rows",
     ),
     "needs": (lambda: ops.linear_backward(normal(2, F), None, None, needs=("y",)), "needs has y: use x, weight, bias"),
-    "precision": (lambda: ops.linear(normal(2, C), normal(F, C), dtype="int8"), "dtype 'int8'"),
+    "precision": (
+        lambda: ops.linear(normal(2, C), normal(F, C), dtype="bf16"),
+        "dtype 'bf16'.* use dtype e4m3 or None",
+    ),
     "layout": (lambda: ops.quantize(normal(2, C), layout="rows"), "layout 'rows' is none of row, col, both"),
     "absent": (
         lambda: ops.linear_backward(normal(2, F), None, ops.quantize(normal(F, C)), needs=("x",)),
         "without col",
+    ),
+    "copy": (
+        lambda: ops.dequantize(replace(ops.quantize(normal(2, C)), format="e5m2")),
+        r"a copy of \(2, 8\), is \(2, 8\) in e4m3 with scales \(1,\) in fp32, not \(2, 8\) in e5m2",
+    ),
+    "copy of another shape": (
+        lambda: ops.dequantize(replace(ops.quantize(normal(2, C)), shape=(3, C))),
+        r"not \(3, 8\)",
+    ),
+    "scales": (
+        lambda: ops.dequantize(replace(ops.quantize(normal(2, C)), rows_scale=np.ones(1))),
+        "in fp64, not .* with scales .1,. in fp32",
     ),
     "out": (
         lambda: ops.swiglu(normal(2, 4), out=np.empty((2, 2), np.float32)),
@@ -220,6 +249,13 @@ def test_the_package_imports_no_arrays_before_a_function_is_used():
         _ = ops.layernorm
 
 
+def test_no_array_of_a_call_is_kept():
+    arrays = [normal(3, C), normal(C)]
+    kept = [ref(x) for x in (*arrays, *ops.rmsnorm(*arrays, eps=0.25))]
+    del arrays
+    assert not any(x() is not None for x in kept)
+
+
 class OfGpu:
     """An array whose capsule says that it lies on GPU 3, with these strides in numbers."""
 
@@ -245,6 +281,8 @@ def test_a_capsule_says_where_an_array_of_a_gpu_lies(monkeypatch):
     for strides, seen in (((5, 6, 1), None), ((24, 12, 2), (96, 48, 8))):
         found = exchange.operand(OfGpu(array, strides), "x")
         assert found == (array.ctypes.data, (1, 4, 6), "fp32", 3, seen)
+    with pytest.raises(UsageError, match="x has the dtype int64, which llmq lacks"):
+        exchange.operand(OfGpu(array.astype(np.int64), (24, 6, 1)), "x")
 
 
 @pytest.mark.judge

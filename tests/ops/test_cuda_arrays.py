@@ -8,7 +8,7 @@ import pytest
 
 from llmq import ops
 from llmq.errors import UsageError
-from llmq.ops import calls, on_cuda
+from llmq.ops import on_cuda, routines
 from llmq.tensor import DTYPES
 
 B, T, C, F, HQ, HKV, HD = 2, 37, 88, 40, 4, 2, 16
@@ -168,7 +168,22 @@ def test_what_kernels_do_not_take_is_an_error():
     for message, res, scale, into in wrong:
         with pytest.raises(UsageError, match=message):
             ops.rmsnorm(res, scale, eps=0.1, out=into)
-    assert ops.rmsnorm(x, weight, eps=0.1, out=out) == out
+    same = x._replace(strides=(4 * C, 4))  # contiguous all the same
+    assert ops.rmsnorm(same, weight, eps=0.1, out=out) == out
+
+
+@pytest.mark.gpu(emulated=True)
+def test_scratch_that_does_not_do_is_an_error():
+    shape = (48, 144)
+    x, rows, scale = map(on_gpu, (np.ones(shape, np.float32), np.ones(shape, np.uint8), np.ones(48, np.float32)))
+    into = ops.Quantized(rows, None, scale, None, "e4m3", "rowwise", shape, "fp32")
+    for wrong, where in (
+        (lambda n: np.empty(n, np.uint8), "the CPU"),
+        (lambda n: scratch(n - 1), "0x"),
+        (lambda n: scratch(n + 8)._replace(address=scratch(n + 8).address + 8), "0x"),
+    ):
+        with pytest.raises(UsageError, match=rf"allocate\(\d+\) gave \d+ bytes at {where}"):
+            ops.quantize(x, scaling="rowwise", out=into, allocate=wrong)
 
 
 class Foreign:
@@ -235,7 +250,7 @@ def products(request, monkeypatch):
     """Without a GPU, products are NumPy's."""
     if request.node.get_closest_marker("emulated"):
         on_cuda._context.cache_clear()
-        monkeypatch.setattr(calls, "_plans", {})
+        monkeypatch.setattr(routines, "_plans", {})
         for name, value in (("Gemms", lambda _: HostGemms()), ("Algorithms", id), ("device_key", lambda: "")):
             monkeypatch.setattr(on_cuda, name, value)
 
