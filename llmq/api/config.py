@@ -13,7 +13,6 @@ from llmq.options.field import named, plain, read_flat_yaml, refuse
 from llmq.options.parse import UNSETS, Options, minimal, spellings
 from llmq.screen import fact_lines
 
-NOWHERE: Mapping[str, str] = {}
 HELD = "rows given to train()"  # stands for data that is not there yet
 
 
@@ -79,10 +78,10 @@ class Config:
         return Options.parse({**self.options, **data})
 
 
-def _by_key(options: Mapping[str, Any], places: Mapping[str, str] = NOWHERE) -> dict[str, Any]:
+def _by_key(options: Mapping[str, Any], places: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Options by their own names, without those that are None; `places` say where a file has them. UsageError."""
     problems = list[str]()
-    found = named(options, spellings(), problems, places)
+    found = named(options, spellings(), problems, places or {})
     refuse(problems)
     return {key: value for key, value in found.items() if value is not None}
 

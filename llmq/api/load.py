@@ -35,7 +35,7 @@ def load(
     model: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,
     dtype: Literal["bf16", "fp32"] | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: str = "auto",
     batch_size: int = 8,
     seq_len: int = 2048,
     *,
@@ -44,9 +44,9 @@ def load(
 ) -> LoadedModel:
     """The model of a folder or a name on the Hub, with an adapter in PEFT's format.
 
-    It computes in `dtype` (None: bf16 on a GPU, fp32 on the CPU), `batch_size` rows of at most `seq_len` tokens at a
-    time. A warning says where an adapter's base is another than it was trained on. LlmqError for what cannot be read,
-    and MemoryLimitError for what does not fit.
+    It computes in `dtype` (None: bf16 on a GPU, fp32 on the CPU) on a `device` (auto, cuda, cpu, or the backend of a
+    plug-in), `batch_size` rows of at most `seq_len` tokens at a time. A warning says where an adapter's base is another
+    than it was trained on. LlmqError for what cannot be read, and MemoryLimitError for what does not fit.
     """
     if dtype not in (None, "bf16", "fp32"):
         raise UsageError(f"dtype is {dtype!r}: give bf16 or fp32")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+from llmq.api import presets
 from llmq.api.config import Config
 from llmq.api.trainer import Trainer, named_data
 from llmq.errors import MemoryLimitError, UsageError
@@ -20,8 +22,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"zero_level": 2},
     "zero3": {"zero_level": 3},
     "offload": {"offload_optimizer": True, "recompute_block": True},
-    "lora": {"lora_rank": 16},
-    "qlora": {"lora_rank": 16, "base_dtype": "nf4"},
+    "lora": {**presets.lora().options},
+    "qlora": {**presets.qlora().options},
     "hybrid": {"offload_optimizer": True, "zero_level": 3},
 }
 AUTO = ("standard", "lora", "qlora")  # the first that fits, with --fit
@@ -54,21 +56,14 @@ def quick_start(
     found = {"gpus": num_gpus if num_gpus is not None else 0 if where.kind == "cuda" else 1}
     if strategy == "auto" and where.card is not None:
         found["fit"] = True
-    configs = list(_configs(strategy, base, found))
+    names = AUTO if strategy == "auto" else (strategy,)
+    configs = [Config(**STRATEGIES[name], **found).replace(**base.options) for name in names]
     with named_data(configs[0], data, val) as named:  # once, as an iterator is read once
-        for number, config in enumerate(configs, 1):
-            trainer = Trainer(config, **named)
-            if number < len(configs):
-                try:
-                    trainer.plan(console=io.StringIO())
-                except MemoryLimitError:
-                    continue
-            print(f"Strategy {strategy}:", config.explain(only_changes=True), sep="\n")
-            return trainer.train(callbacks=callbacks)
-    raise AssertionError("the last strategy is tried whether it fits or not")
-
-
-def _configs(strategy: str, base: Config, found: Mapping[str, Any]) -> Iterator[Config]:
-    """What to try, in order; what was asked for goes before what a strategy sets."""
-    for name in AUTO if strategy == "auto" else (strategy,):
-        yield Config(**STRATEGIES[name], **found).replace(**base.options)
+        for config in configs[:-1]:
+            with suppress(MemoryLimitError):
+                Trainer(config, **named).plan(console=io.StringIO())
+                break
+        else:
+            config = configs[-1]  # whether it fits or not
+        print(f"Strategy {strategy}:", config.explain(only_changes=True), sep="\n")
+        return Trainer(config, **named).train(callbacks=callbacks)

@@ -10,6 +10,7 @@ from llmq.api.config import Config
 from llmq.api.ranks import started
 from llmq.data.rows.given import placed
 from llmq.errors import INTERRUPTED, UsageError
+from llmq.hardware import device
 from llmq.options.parse import Options
 from llmq.training.callbacks import Callback, RunFunction
 from llmq.training.ranks import joined
@@ -83,7 +84,7 @@ def named_data(config: Config, train: Any, val: Any) -> Iterator[Mapping[str, An
         yield {}
         return
     found = placed(train, val)
-    if found.streams and config.options.get("gpus", 1) != 1:
+    if found.streams and (config.options.get("gpus", 1) or len(device.gpu_addresses(0))) != 1:
         raise UsageError("a stream is read by this process alone: give a list or files, or train on one GPU")
     with found.held():
         yield found.options

@@ -116,7 +116,7 @@ class Configuration:
 
     def open_backend(self, kind: str | None = None, world: World = ALONE) -> Backend:
         """The backend of the device, or one of another kind."""
-        return open_backend(kind or self.where.kind, world=world, **self._settings)
+        return open_backend(kind or self.where.backend, world=world, **self._settings)
 
     def clock(self) -> Clock:
         """What times the work of the device."""

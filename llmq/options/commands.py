@@ -11,6 +11,7 @@ from llmq.options.adapters import BaseDtype
 from llmq.options.data import Template
 from llmq.options.field import (
     Count,
+    DeviceName,
     Float,
     Int,
     NonNegative,
@@ -101,7 +102,9 @@ class GenerateOptions(Section):
     )
     seed: Annotated[Int, Field(ge=0)] = option(0, "Seed of what is drawn.")
     ignore_end: bool = option(False, "Go on after the model's end tokens, to --max-tokens.")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "Device to compute on; auto uses a GPU if it can.")
+    device: DeviceName = option(
+        "auto", "Device to compute on; auto uses a GPU if it can; or the backend of a plug-in.", metavar="auto|cuda|cpu"
+    )
     dtype: Literal["bf16", "fp32"] | None = option(
         None, "Dtype of weights, cache and activations.", shown="bf16 on a GPU, fp32 on the CPU"
     )

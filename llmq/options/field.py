@@ -146,6 +146,9 @@ class Named:
         return value
 
 
+DeviceName = Annotated[Text, AfterValidator(Named("backend", ("auto", "cuda", "cpu")))]
+
+
 class Section(BaseModel):
     """Options that one module reads. Unknown keys are errors; validators are built at the first use, not at import."""
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from llmq.options.field import (
     Count,
+    DeviceName,
     Int,
     Named,
     NonNegative,
@@ -144,7 +145,7 @@ class ExportOptions(Section):
 
 class SystemOptions(Section):
     title = "System"
-    device: Annotated[Text, AfterValidator(Named("backend", ("auto", "cuda", "cpu")))] = option(
+    device: DeviceName = option(
         "auto", "Device; auto uses a GPU if it can, else the CPU; or the backend of a plug-in.", metavar="auto|cuda|cpu"
     )
     gpus: Int = option(1, "Number of GPUs of this machine, with a process for each; 0 takes all that CUDA sees.", ge=0)

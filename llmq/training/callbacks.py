@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -67,21 +68,6 @@ class RunFunction(Protocol):
         """A step or an evaluation is done."""
 
 
-class _Function(Callback):
-    """A function as a callback."""
-
-    def __init__(self, function: RunFunction) -> None:
-        self._function = function
-
-    def on_step(self, run: Run, record: TrainRecord) -> None:
-        """Calls it with a step."""
-        self._function(run, record)
-
-    def on_evaluate(self, run: Run, record: EvalRecord) -> None:
-        """Calls it with an evaluation."""
-        self._function(run, record)
-
-
 class EarlyStopping(Callback):
     """Stops the run when `metric` has not improved by more than `min_delta` in `patience` evaluations in a row.
 
@@ -127,7 +113,7 @@ class EarlyStopping(Callback):
 CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping})
 
 
-def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> dict[str, Callback]:
+def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> dict[str, Any]:
     """The callbacks and those that the options ask for, by the names of their classes, with a number from the second of
     one class on; in the order of calls: early stopping goes by what others log. UsageError for what is none;
     PluginError."""
@@ -136,7 +122,7 @@ def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions)
     given = [*callbacks, *(CALLBACKS.call(text) for text in options.callback or ())]
     if (patience := options.early_stopping_patience) is not None:
         given.append(EarlyStopping(patience, options.early_stopping_metric, options.early_stopping_min_delta))
-    found, counts = dict[str, Callback](), dict[str, int]()
+    found, counts = dict[str, Any](), dict[str, int]()
     for one in sorted(given, key=lambda one: isinstance(one, EarlyStopping)):
         kind, callback = _checked(one)
         counts[kind] = counts.get(kind, 0) + 1
@@ -144,8 +130,9 @@ def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions)
     return found
 
 
-def _checked(one: Any) -> tuple[str, Callback]:
-    """A callback with the name of its kind. UsageError for what is none, and for what would never be called."""
+def _checked(one: Any) -> tuple[str, Any]:
+    """The name of its kind, and an object with its methods. UsageError for what is no callback, or has a method that is
+    never called."""
     if unknown := next((name for name in dir(one) if name.startswith("on_") and name not in MOMENTS), None):
         fix = nearest(unknown, MOMENTS, f": known are {', '.join(MOMENTS)}")
         raise UsageError(f"the callback {type(one).__name__} has {unknown}, which is never called{fix}")
@@ -154,7 +141,7 @@ def _checked(one: Any) -> tuple[str, Callback]:
         if any(callable(method) and getattr(method, "__func__", None) not in IDLE for method in own):
             return type(one).__name__, one
         if callable(one):
-            return getattr(one, "__qualname__", type(one).__name__), _Function(one)
+            return getattr(one, "__qualname__", type(one).__name__), SimpleNamespace(on_step=one, on_evaluate=one)
     raise UsageError(
         f"{one!r} is no callback: give a function f(run, record), or an object with one of {', '.join(MOMENTS)}"
     )
@@ -283,7 +270,7 @@ class Callbacks(Hook):
 
     key = "callbacks"
 
-    def __init__(self, callbacks: Mapping[str, Callback], ready: Ready) -> None:
+    def __init__(self, callbacks: Mapping[str, Any], ready: Ready) -> None:
         self._ready, self._run, self._ranks, self._log = ready, Run(ready), ready.ranks, ready.log
         self._callbacks = callbacks
         self._failed = set[str]()  # names of those whose state cannot be saved

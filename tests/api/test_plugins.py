@@ -130,6 +130,8 @@ def test_a_family_and_a_backend_of_this_process(given):
     assert opened == [(True, True)] and run.steps == 4
     assert json.loads((run.model_path / "config.json").read_text())["architectures"] == ["TinyForCausalLM"]
     assert llmq.load(run.model_path, device="counting", batch_size=1, seq_len=8).logits([[1, 2]]).shape == (1, 2, 97)
+    (answer,) = llmq.generate(run.model_path, [1, 2], device="counting", max_tokens=2)
+    assert len(answer.tokens) == 2 and len(opened) == 3
     with pytest.raises(UsageError, match="family TinyForCausalLM is registered in this process alone, and gpus=2"):
         refuse_local(Options.parse({**{key: given[key] for key in ("model", "train_file")}, "gpus": 2}))
 

@@ -182,6 +182,16 @@ def test_a_stream_is_evaluated_on_other_rows(given):
     assert quiet(given, ROWS, iter(HELD_OUT)).eval_loss == quiet(given, ROWS, HELD_OUT).eval_loss
 
 
+def test_a_stream_is_for_one_gpu(given, monkeypatch):
+    for gpus, there in ((2, 2), (0, 2)):
+        monkeypatch.setattr("llmq.hardware.device.gpu_addresses", lambda gpus, there=there: [""] * there)
+        with pytest.raises(UsageError, match=r"a stream is read by this process alone: .*, or train on one GPU"):
+            quiet({**given, "gpus": gpus}, iter(ROWS))
+    monkeypatch.setattr("llmq.hardware.device.gpu_addresses", lambda gpus: [""])
+    with pytest.raises(UsageError, match="--gpus 0 counts GPUs, but --device is cpu"):  # which comes after
+        quiet({**given, "gpus": 0}, iter(ROWS))
+
+
 def test_an_iterator_that_ends_early_says_so(given):
     given |= {"eval_every_n_steps": 0, "steps": 50}
     one_pass = quiet({**given, "data": write_rows(train=ROWS), "eval_fraction": 0, "streaming": True, "steps": 3})

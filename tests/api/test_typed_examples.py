@@ -1,4 +1,4 @@
-"""The examples of the docs under mypy's strict rules, with the types that the package ships."""
+"""The examples of README and docs under mypy's strict rules, with the types that the package ships."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ llmq.generate("m", "Hi", stream=True)[0]
 def test_the_examples_are_typed(tmp_path):
     """And mistakes are found, so that the types are no `Any`."""
     assert (ROOT / "llmq" / "py.typed").is_file()
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         if blocks:
             (tmp_path / f"example_{page.stem}.py").write_text("\n".join(blocks))

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cuda import RTX_4090, FakeDriver
+from installed_plugins import tables_kept
 from tiny_engines import tiny
 
+import llmq
 from llmq.backends.host import HostBackend
 from llmq.bench import configuration
 from llmq.bench import run as bench_run
@@ -100,6 +102,15 @@ def test_what_saves_memory_is_measured_and_single_ops_need_not_be_timed(measure)
     assert not settings["persistent_quants"] and "all ops" in output
     assert rung["family"] == "all ops" and rung["ms"] == one["micro_batch_ms"] > rung["roofline_ms"] > 0
     assert one["ceiling_share"] == rung["roofline_ms"] / rung["ms"] and not one["gaps_ms"]
+
+
+def test_the_backend_of_a_plugin_is_measured(measure):
+    """By NumPy's operations, as it computes in the host's memory."""
+    opened = []
+    with tables_kept():
+        llmq.register("backend", "own", lambda asked: opened.append(asked) or HostBackend(world=asked.world))
+        _, saved = measure("--dtypes=fp32", "--device=own", "--no-single-ops", without=["--device"])
+    assert opened and saved["results"][0]["tokens_per_second"]["median"] > 0
 
 
 def test_several_batch_sizes_end_in_one_table_and_one_that_does_not_fit_is_named(measure, shape, monkeypatch):
