@@ -108,6 +108,14 @@ extern "C" __global__ void last_norm_scale(float* new_last_norm, float* scale, f
     if (apply) *apply = isfinite(*loss_total);
 }
 
+// new_apply (1,) <- apply, or 0 if loss_total / num_tokens is above the limit: see the reference's apply_if_below
+extern "C" __global__ void apply_if_below(float* new_apply, const float* apply, const float* loss_total,
+                                          const int* num_tokens, const float* limit) {
+    if (threadIdx.x) return;
+    int tokens = *num_tokens;
+    *new_apply = tokens > 0 && *loss_total / static_cast<float>(tokens) > *limit ? 0 : *apply;
+}
+
 // out (1,) <- apply (1,) if all partials (count,) are finite, else 0. One block.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     apply_if_finite(float* out, const float* partials, int count, const float* apply) {

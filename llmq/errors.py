@@ -51,9 +51,15 @@ class RefusedMemoryError(MemoryLimitError):
 
 
 class NonFiniteError(LlmqError):
-    """Loss, gradients or weights are not finite: training cannot continue, or the result is not a model."""
+    """Loss, gradients or weights are not finite, or the loss keeps jumping: training cannot continue, or the result is
+    not a model."""
 
     exit_code = 5
+
+
+class RefusedStepError(NonFiniteError):
+    """A step was not finite, and the run is to stop then: all ranks raise it before the step counts, and the steps
+    before it are saved."""
 
 
 class WorldError(LlmqError):

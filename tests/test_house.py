@@ -48,6 +48,7 @@ OWNERS = {
     "RegularizationOptions": "llmq.plan.spec",
     "LogOptions": "llmq.training.log",
     "StoppingOptions": "llmq.training.callbacks",
+    "FaultOptions": "llmq.training.faults",
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
     "LaunchOptions": "llmq.comm.launch",

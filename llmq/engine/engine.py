@@ -30,6 +30,11 @@ class StepResult:
     request: int = 0
     sent_error: float | None = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are; else the step is not applied."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
 
 class Engine(TrainedPlan):
     """Trains by the programs of a plan. All arrays passed in and out are on the host."""

@@ -12,6 +12,7 @@ def begin(ops: Any, by: Updater) -> None:
     the last step's."""
     written = (by.cells["last_norm"], by.cells["grad_scale"], by.cells["apply"])
     ops.last_norm_scale(*written, *before(by.cells, by.cells), grad_clip=by.hyper.grad_clip)
+    by.limit(ops, by.cells)
 
 
 def update(

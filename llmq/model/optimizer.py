@@ -75,6 +75,10 @@ class Updater:
         written = (self.cells["norm"], scale, self.cells["apply"])
         partials = agreed["partials"].flat(0, agreed["partials"].shape[0])
         ops.grad_scale(*written, partials, agreed["loss"], agreed["tokens"], grad_clip=self.hyper.grad_clip)
+        self.limit(ops, agreed)
+
+    def limit(self, ops: Any, agreed: Mapping[str, Ref]) -> None:
+        """What else than numbers that are not finite keeps a step from being applied, once that is known: nothing."""
 
     def step(self, ops: Any, walks: Iterable[tuple[Any, Ref | None, Ref, Ref]]) -> None:
         """The rule on rows with pieces of their states, their weights, their gradients, and whether they are updated;

@@ -47,6 +47,7 @@ from llmq.options.maths import (
 from llmq.options.run import (
     CheckpointOptions,
     ExportOptions,
+    FaultOptions,
     LaunchOptions,
     LogOptions,
     RunOptions,
@@ -108,6 +109,7 @@ class Options:
     regularization: RegularizationOptions
     log: LogOptions
     stopping: StoppingOptions
+    faults: FaultOptions
     checkpoint: CheckpointOptions
     export: ExportOptions
     system: SystemOptions

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from llmq.options.field import (
     Count,
     DeviceName,
+    Float,
     Int,
     Named,
     NonNegative,
@@ -101,6 +102,37 @@ class StoppingOptions(Section):
         for key, default in given.items():
             if self.early_stopping_patience is None and getattr(self, key) != default:
                 yield f"{self.written(key)} is for early stopping: add --early-stopping-patience, or leave it out"
+
+
+class FaultOptions(Section):
+    title = "Faults"
+    on_nonfinite: Literal["skip", "stop", "rollback"] = option(
+        "skip",
+        "After a step whose loss or gradient is not finite: skip its update, and end the run after ten in a row; stop "
+        "the run; or rollback to the last checkpoint and go on with the data that follows.",
+    )
+    debug_nan: bool = option(
+        False, "Compute a step that is not finite once more, and name the first op whose output is not finite."
+    )
+    on_spike: Literal["warn", "skip", "rollback"] | None = option(
+        None,
+        "After a loss far above the last ones: warn; skip the update; or rollback as with --on-nonfinite.",
+        shown="off",
+    )
+    spike_window: Annotated[Int, Field(ge=4, le=10_000)] = option(50, "Losses that --on-spike compares with.")
+    spike_zscore: Float = option(6.0, "Standard deviations above their mean that make a loss a spike.", gt=0)
+    rollback_limit: Positive = option(3, "Rollbacks to one checkpoint after which the run ends.")
+
+    def contradictions(self) -> Iterator[str]:
+        goes_back = "rollback" in (self.on_nonfinite, self.on_spike)
+        needs = {
+            "spike_window": (50, self.on_spike, "--on-spike"),
+            "spike_zscore": (6.0, self.on_spike, "--on-spike"),
+            "rollback_limit": (3, goes_back, "--on-nonfinite rollback or --on-spike rollback"),
+        }
+        for key, (default, is_used, what) in needs.items():
+            if not is_used and getattr(self, key) != default:
+                yield f"{self.written(key)} is for {what}: add that, or leave it out"
 
 
 class CheckpointOptions(Section):

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmq.model import fused_update, optimizer
 from llmq.model.decoder import Model
+from llmq.model.limited_update import LimitedUpdater
 from llmq.model.parameters import HEAD
 from llmq.ops.record import Call, Recorder
 from llmq.optimizers.rule import MASTER, spaces
@@ -23,7 +24,7 @@ from llmq.stores.sharded import GatheredWeights, ManyRanks, ReducedGrads, Sharde
 from llmq.stores.sharding import Shards
 from llmq.tensor import Ref, changed, num_norm_tiles
 
-NUMBERS = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "request")  # of an update
+NUMBERS = ("norm", "last_norm", "grad_scale", "apply", "learning_rate", "loss_limit", "request")  # of an update
 
 
 def weights_of(spec: Spec, rows: Sequence[Row]) -> Any:
@@ -175,7 +176,8 @@ class Recordings:
         return _recorded(lambda ops: by.update(ops, *stores))
 
     def _updater(self, cells: Mapping[str, Ref]) -> optimizer.Updater:
-        return optimizer.Updater(cells, self.spec.hyper, self.spec.seed, self.tracked.updates)
+        kind = LimitedUpdater if self.spec.skips_spikes else optimizer.Updater
+        return kind(cells, self.spec.hyper, self.spec.seed, self.tracked.updates)
 
     def publish(self) -> list[Call]:
         """Copies of the weights from their masters."""

@@ -72,6 +72,7 @@ class Spec:
     adapters: Method = NO_ADAPTERS
     regularization: Regularization = UNREGULARIZED
     loss: Loss = CROSS_ENTROPY
+    skips_spikes: bool = False  # a loss above the cell `loss_limit` is not applied
 
     @property
     def freezes(self) -> bool:

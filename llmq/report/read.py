@@ -30,6 +30,7 @@ FIELDS: dict[str, dict[str, type[Any]]] = {  # what a record has, and of which k
 }
 WORDS: dict[Any, str] = {dict: "an object", list: "a list", str: "text"}
 ASKED = ("prompt", "messages", "tokens")  # one of which a sample completes
+GOING_BACK = ("resume", "rollback")  # to the step that they name: what is of later ones is void
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -146,8 +147,8 @@ def _log(path: Path, header: dict[str, Any], records: Iterable[dict[str, Any]]) 
             sets |= {record["step"]: (held, record.get("trained_tokens"))} if record["type"] == "eval" else {}
             continue
         events.append(record)
-        if record["type"] == "resume":
-            held = _held_out(record)
+        if record["type"] in GOING_BACK:
+            held = _held_out(record) if "dataset" in record else held
             events = [one for one in events if one["type"] not in OF_STEPS or one["step"] <= record["step"]]
             for kind, table in tables.items():
                 tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
@@ -232,7 +233,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """The record, whose fields are of the kinds that readers rely on; ValueError with what is wrong."""
     kind, step = record["type"], record.get("step")
-    has_step = kind in (*TABLES, *OF_STEPS, "resume") or step is not None
+    has_step = kind in (*TABLES, *OF_STEPS, *GOING_BACK) or step is not None
     if has_step and (type(step) is not int or not 0 <= step < 2**63):
         raise ValueError(f"step is {step!r}, not a count")
     fields = FIELDS.get(kind, {})

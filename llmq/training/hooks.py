@@ -18,7 +18,7 @@ import numpy as np
 from llmq.backends import Backend
 from llmq.data.batches.batch import Batch
 from llmq.disk import MIB
-from llmq.engine.engine import Engine
+from llmq.engine.engine import Engine, StepResult
 from llmq.errors import INTERRUPTED, TERMINATED, UsageError
 from llmq.hardware import nvml
 from llmq.hardware.device import Device
@@ -28,12 +28,14 @@ from llmq.training.records import EvalRecord, GpuRecord, History, TrainRecord, T
 
 
 class Ask(Flag):
-    """What a hook may ask of the loop: to evaluate or to save after this step, or that it is the run's last."""
+    """What a hook may ask of the loop: to evaluate or to save after this step, that it is the run's last, or, after a
+    step, to go back to the last checkpoint."""
 
     NOTHING = 0
     EVALUATE = 1
     SAVE = 2
     STOP = 4
+    ROLLBACK = 8
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Hook:
     def during_step(self, run: RunView) -> None:
         """The first micro-batch of a step is being computed."""
 
-    def after_update(self, run: RunView) -> None:
-        """The weights were updated; `run` is still that before the step."""
+    def after_update(self, run: RunView, done: StepResult) -> None:
+        """The weights were updated, unless `done` says that the step was not applied; `run` is still that before it."""
 
     def after_step(self, run: RunView, record: TrainRecord) -> Ask | None:
         """A step is done."""
@@ -88,6 +90,10 @@ class Hook:
 
     def on_save(self, run: RunView, path: Path, step: int) -> None:
         """The checkpoint of a step is complete, which may be an earlier one than that of `run`."""
+
+    def on_rollback(self, run: RunView) -> None:
+        """The run is what it was after an earlier step, that of `run`, and the hooks have resumed from there; the data
+        goes on."""
 
     def on_end(self, run: RunView, result: TrainResult) -> None:
         """The run has ended without an error."""
@@ -103,7 +109,7 @@ class MethodHook(Hook):
         """What is due before the micro-steps."""
         run.engine.plan.tracked.before_step(run.engine, run.progress.step + 1)
 
-    def after_update(self, run: RunView) -> None:
+    def after_update(self, run: RunView, done: StepResult) -> None:
         """What belongs to the update."""
         if (text := run.engine.plan.tracked.after_update(run.engine, run.progress.step + 1)) is not None:
             self._say(text)
@@ -150,6 +156,11 @@ class LogHook(Hook):
         self._is_saved = True
         self._log.say(f"Checkpoint: {path}")
         self._log.record("checkpoint", step=step, path=str(path))
+
+    def on_rollback(self, run: RunView) -> None:
+        """That what is known of later steps is void."""
+        self.history.drop_after(run.progress.step)
+        self._log.rollback(run.progress.step)
 
     def on_end(self, run: RunView, result: TrainResult) -> None:
         """How the run ended: what it came to, or how it resumes."""

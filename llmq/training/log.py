@@ -11,6 +11,7 @@ The file has one JSON object per line, with a `type`:
     metrics     what callbacks logged after `step` updates: `values`, numbers by name
     gpu         the GPU while a step ran: the fields of GpuRecord
     resume      the run was continued from the checkpoint of `step`; carries the header's sections again
+    rollback    the run went back to what it was after `step`, with the data that follows
     algorithms  the table of matrix-product algorithms of a GPU, or the threads of BLAS, which decide the run's bits
     fp8         errors of fp8 copies before the step after `step`: the fields of CopyError for each
     notice, checkpoint, end     what happened, at which step; a notice that is a warning has `warning`, and the end has
@@ -23,10 +24,10 @@ token, `sol` is a fraction of the speed of light, `epoch` counts passes over the
 
 JSON has no word for a number that is not finite, so such a number is one of the strings "NaN", "Infinity",
 "-Infinity"; the reader makes numbers of them again in the tables of train, eval and gpu records. What is not known is
-null (NaN in the tables). A continued run appends to its file: on a `resume` record of step S the reader drops earlier
-rows, samples, metrics and fp8 records of steps beyond S, and of several records of one step and type the last one
-counts. A last line without an end is what a killed process leaves: the reader ignores it and a continued run removes
-it.
+null (NaN in the tables). A continued run appends to its file: on a `resume` or `rollback` record of step S the reader
+drops earlier rows, samples, metrics and fp8 records of steps beyond S, and of several records of one step and type the
+last one counts. A last line without an end is what a killed process leaves: the reader ignores it and a continued run
+removes it.
 """
 
 from __future__ import annotations
@@ -185,14 +186,17 @@ class RunLog:
         self._epoch = epoch
         self.say(record.line(self._num_steps, details=self._verbosity >= DETAILS))
         self.record("train", **record.values)
-        if not record.applied:
-            self.notice(f"Step {record.step} changed nothing: its loss or gradient is not finite")
 
     def evaluation(self, record: EvalRecord) -> None:
         """One [V] line and its record."""
         self._step = record.step
         self.say(record.line(self._num_steps), least=SUMMARY)
         self.record("eval", **record.values)
+
+    def rollback(self, step: int) -> None:
+        """The run is back at `step`."""
+        self._step, self._epoch = step, None
+        self.record("rollback", step=step)
 
     def gpu(self, record: GpuRecord) -> None:
         """One [G] line and its record."""

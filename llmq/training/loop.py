@@ -10,20 +10,19 @@ from llmq.data.batches.loader import Loader
 from llmq.data.stream import Stopped
 from llmq.disk import MIB
 from llmq.engine.engine import Engine
-from llmq.errors import NonFiniteError
 from llmq.files.checkpoint import load
 from llmq.files.writers import Saver
 from llmq.plan.plan import Plan
 from llmq.training.evaluation import SampleHook, evaluate
+from llmq.training.faults import engine_of, fault_hooks
 from llmq.training.finish import export_all
 from llmq.training.fp8 import Fp8Watch, carried
 from llmq.training.hooks import Ask, Hook, LogHook, MethodHook, RunView
 from llmq.training.interrupt import Interrupt
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord, TrainResult
+from llmq.training.rollback import Rollbacks
 from llmq.training.saving import RunCheckpoints, begin
-
-NON_FINITE_LIMIT = 10  # consecutive steps without an update after which training gives up
 
 
 class Loop:
@@ -31,7 +30,7 @@ class Loop:
 
     def __init__(self, ready: Ready, interrupt: Interrupt, saver: Saver, hooks: Sequence[Hook], began: float) -> None:
         self.ready, self.log, self.ranks, self.interrupt = ready, ready.log, ready.ranks, interrupt
-        self.engine, self.light_s = Engine(ready.plan, ready.backend), ready.light_s(ready.plan)
+        self.engine, self.light_s = self._opened(ready.plan)
         if ready.backend.allocated:
             self.log.say(ready.backend.allocated)
         self.progress, self.num_steps = ready.earlier.progress, ready.schedule.steps
@@ -39,6 +38,7 @@ class Loop:
         self.report = LogHook(self.log, ready.backend, began, how_it_goes_on, is_saved=is_saved)
         self.hooks: tuple[Hook, ...] = (
             self.report,
+            *fault_hooks(ready.asked.faults, self.log, self.ranks),
             *hooks,
             ready.gpu,
             Fp8Watch(ready, self._switch),
@@ -46,6 +46,7 @@ class Loop:
             SampleHook(ready.samples, self.log, self._ends),
         )
         self.saving = RunCheckpoints(ready, saver, self.hooks)
+        self.rollbacks = Rollbacks(ready, self.hooks)
         self.exit_code = 0  # with which all ranks have agreed to end
         self.is_updating = False  # in an update the state is of no step
 
@@ -117,7 +118,8 @@ class Loop:
         self.is_updating = True
         saves_now = self.ranks.size > 1 and self.saving.is_asked()
         done = self.engine.update(number, rate, self.interrupt.exit_code or int(saves_now))  # codes are above 1
-        self._tell("after_update")
+        self.is_updating = done.applied or ready.plan.spec.memory.fused
+        self._tell("after_update", done)
         self.exit_code = done.request if done.request > 1 else 0
         seconds = time.perf_counter() - start
         self.progress, self.is_updating = self.progress.after(batch, done), False
@@ -143,11 +145,9 @@ class Loop:
     def _after(self, record: TrainRecord, *, is_asked: bool) -> None:
         """What hooks do after a step, and an evaluation and a checkpoint if they are due or asked for."""
         asked = self._tell("after_step", record)
-        if self.progress.rejected == NON_FINITE_LIMIT:
-            raise NonFiniteError(
-                f"loss or gradient was not finite in the last {NON_FINITE_LIMIT} steps up to step {record.step}, none "
-                "of which changed the weights: lower --learning-rate, set --grad-clip, or use a wider --matmul-dtype"
-            )
+        if Ask.ROLLBACK in asked and Ask.STOP not in asked:
+            self._roll_back()
+            return
         if self._view().is_last and not self.ready.earlier.checkpoints.saves_best:
             self.saving.save(self._view())  # the evaluation may take long, and decides nothing here
         asked |= self._evaluate_if_due(asked)
@@ -190,7 +190,22 @@ class Loop:
         self.saving.settle(self._view())
         assert self.saving.path is not None
         old, (_, reader) = self.engine.plan, load(self.saving.path, verified=False)
-        del self.engine  # its memory is what the other one gets, once no rank has it open
-        self.ranks.all_of(None)
-        self.engine, self.light_s = Engine(plan, self.ready.backend), self.ready.light_s(plan)
+        self._reopen(plan)
         self.engine.restore(carried(reader.in_one_memory(), old, plan), self.ready.frozen(plan))
+
+    def _roll_back(self) -> None:
+        """Continues from the last checkpoint, or from the beginning, with the data that follows."""
+        self.saving.settle(self._view())
+        plan, self.is_updating = self.rollbacks.begin(self._view()), True  # until the state is of a step again
+        self._reopen(plan)
+        self.progress, self.is_updating = self.rollbacks.restore(self.engine, self.progress), False
+        self._tell("on_rollback")
+
+    def _opened(self, plan: Plan) -> tuple[Engine, float]:
+        return engine_of(self.ready.asked.faults)(plan, self.ready.backend), self.ready.light_s(plan)
+
+    def _reopen(self, plan: Plan) -> None:
+        """Another engine, whose memory is that of the one before, once no rank has it open."""
+        del self.engine
+        self.ranks.all_of(None)
+        self.engine, self.light_s = self._opened(plan)

@@ -124,7 +124,7 @@ class Progress:
         """After the update that ends with a batch."""
         return replace(
             self,
-            rejected=0 if done.applied else self.rejected + 1,
+            rejected=0 if done.is_finite else self.rejected + 1,
             losses=(self.losses[0] + done.loss, self.losses[1] + 1),
             train_loss=done.loss,
             step=self.step + 1,

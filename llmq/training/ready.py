@@ -35,6 +35,7 @@ from llmq.plan.precision import Precision, Watching
 from llmq.plan.spec import Completions, Spec, regularization
 from llmq.row import Row
 from llmq.tensor import DTYPES
+from llmq.training import faults
 from llmq.training.evaluation import SamplePrompts
 from llmq.training.hooks import GpuWatch
 from llmq.training.log import RunLog
@@ -158,6 +159,7 @@ class Facts:
             adapters.resolve(options.adapters, self.config, self.steps),
             regularization(options.regularization),
             reader,
+            faults.skips_spikes(options.faults),
         )
 
     def limits(self, options: Options, backend: Backend, micro_steps: int) -> Limits:

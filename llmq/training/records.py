@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -52,7 +53,7 @@ class TrainRecord(_Timed):
     trained_tokens: int
     wait_ms: float = 0.0  # part of time_ms spent waiting for data
     sol: float | None = None
-    applied: bool = True  # False: not finite, the update changed nothing
+    applied: bool = True  # False: not finite, or a spike that is skipped: the update changed nothing
     memory_mib: float | None = None  # most that was in use so far
     real_tokens: int | None = None  # without padding
     sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
@@ -139,6 +140,12 @@ class History(Mapping[str, np.ndarray]):
             steps, values = self._found.setdefault(name, (array("q"), array("d")))
             steps.append(step)
             values.append(math.nan if value is None else float(value))
+
+    def drop_after(self, step: int) -> None:
+        """Drops the values of later steps; names stay."""
+        for steps, values in self._found.values():
+            kept = bisect_right(steps, step)
+            del steps[kept:], values[kept:]
 
     def steps(self, name: str) -> np.ndarray:
         """The steps (n,) int64 of the values of a metric."""

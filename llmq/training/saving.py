@@ -6,7 +6,7 @@ minutes: a run that is asked to end meanwhile raises Stopped and leaves the rest
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from llmq.data.batches.loader import Data
 from llmq.data.stream import Stopped
 from llmq.disk import shown
 from llmq.engine.engine import Engine
-from llmq.errors import NonFiniteError, StorageError
+from llmq.errors import NonFiniteError, RefusedStepError, StorageError
 from llmq.files.checkpoint import EVAL_LOSS, check_same
 from llmq.files.manifest import Reader
 from llmq.files.tensor_files import ByteCount
@@ -88,13 +88,14 @@ class RunCheckpoints:
 
     def rescue(self, run: RunView, error: Exception, *, is_updating: bool) -> None:
         """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""
-        if isinstance(error, NonFiniteError):  # its weights are not worth resuming from
+        is_of_all = isinstance(error, RefusedStepError)
+        if isinstance(error, NonFiniteError) and not is_of_all:  # its weights are not worth resuming from
             with suppress(StorageError):
                 self.settle(run)
             return
         try:
             self.settle(run)
-            if is_updating or self._ready.ranks.size > 1:
+            if is_updating or (self._ready.ranks.size > 1 and not is_of_all):
                 why = "within an update" if is_updating else "on one rank, and all save together"
                 raise RuntimeError(f"the error came {why}")
             self.save(run, beside=True)
@@ -165,7 +166,7 @@ def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrup
     """
     earlier, log, num_steps = run.earlier, run.log, run.schedule.steps
     if earlier.reader is None:
-        _load_weights(run, engine, interrupt)
+        load_weights(run, engine, interrupt)
         log.begin(num_steps=num_steps)
         return
     saved, now = earlier.state["must_match"], must_match(run, run.plan)
@@ -176,14 +177,15 @@ def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrup
     for hook in hooks:
         if hook.key in earlier.state:
             hook.resume(earlier.state[hook.key])
-    _restore(run, engine, interrupt, earlier.reader)
+    restore(run, engine, interrupt, earlier.reader, resets=earlier.checkpoints.resets)
     log.begin(resume_step=earlier.step, num_steps=num_steps)
     log.notice(f"Continued from {earlier.path}")
     if differs := changes(earlier.state, run.options, run.data):
         log.notice(f"Changed since then: {', '.join(differs)}")
 
 
-def _load_weights(run: Ready, engine: Engine, interrupt: Interrupt) -> None:
+def load_weights(run: Ready, engine: Engine, interrupt: Interrupt) -> None:
+    """The weights that a run begins with. Stopped."""
     rows, start = run.plan.rows, time.perf_counter()
     title = f"{'Drawing weights of' if run.source.from_scratch else 'Loading model from'} {run.source.place}"
 
@@ -198,12 +200,13 @@ def _load_weights(run: Ready, engine: Engine, interrupt: Interrupt) -> None:
     run.log.say(f"{title} ... done, {time.perf_counter() - start:.1f} s")
 
 
-def _restore(run: Ready, engine: Engine, interrupt: Interrupt, reader: Reader) -> None:
-    """The state of a checkpoint; moments are zero if the optimizer begins again."""
-    moments = run.plan.moment_names if "optimizer" in run.earlier.checkpoints.resets else ()
+def restore(run: Ready, engine: Engine, interrupt: Interrupt, reader: Reader, *, resets: Collection[str] = ()) -> None:
+    """The state of a checkpoint; moments are zero if the optimizer begins again. Stopped."""
+    plan = engine.plan
+    moments = plan.moment_names if "optimizer" in resets else ()
     one_memory = reader.in_one_memory()
     with run.log.task(f"Reading {reader.path}", words=shown) as report:
-        work = ByteCount(checkpoint_bytes_of(run.plan), report)
+        work = ByteCount(checkpoint_bytes_of(plan), report)
 
         def read(name: str, *box: tuple[int, ...]) -> np.ndarray:
             if interrupt:
@@ -212,4 +215,4 @@ def _restore(run: Ready, engine: Engine, interrupt: Interrupt, reader: Reader) -
             work.moved(value.nbytes)
             return np.zeros_like(value) if name in moments else value
 
-        engine.restore(read, run.frozen(run.plan))
+        engine.restore(read, run.frozen(plan))

@@ -461,6 +461,11 @@ CASES: dict[str, Maker] = {
     "sum_squares": plain({"partials": lambda s: (num_norm_tiles((s.vp, s.c)),)}, {"grad": "pc"}, "partials"),
     "grad_scale": lambda d, s: scale_of_step(d, {"partials": d.uniform(0, 9, "c"), **d.cells("loss_total")}, "norm"),
     "last_norm_scale": lambda d, s: scale_of_step(d, d.cells("norm", "last_norm", "loss_total"), "new_last_norm"),
+    "apply_if_below": lambda d, s: {
+        "outputs": {"new_apply": "1"},
+        "inputs": {**d.cells("apply", "loss_total"), "num_tokens": np.array([1.0]), **d.cells("limit")},
+        "stat": "new_apply apply loss_total num_tokens limit",
+    },
     "apply_if_finite": plain({"out": "1"}, {"partials": uniform(0, 9, "p"), "apply": CELL}, "out partials apply"),
     **dict.fromkeys(("cast", "copy_to_host", "copy_to_device"), plain({"out": "btc"}, {"x": "btc"})),
     "all_gather": lambda d, s: rows_of_one_rank(d, s, "out"),

@@ -31,9 +31,9 @@ SIZES = {
     "large": Sizes(b=3, t=197, c=896, hq=14, hkv=2, hd=64, f=1208, v=5000, vp=5120),
 }
 EXACT = """
-    adamw amax amax_scale apply_if_finite cache_write cast copy_to_device copy_to_host dropout embedding_forward
-    embedding_noise last_norm_scale loss_sum repeat rope_backward rope_forward sample scale_columns_forward scale_update
-    sgd virtual_tokens_forward
+    adamw amax amax_scale apply_if_below apply_if_finite cache_write cast copy_to_device copy_to_host dropout
+    embedding_forward embedding_noise last_norm_scale loss_sum repeat rope_backward rope_forward sample
+    scale_columns_forward scale_update sgd virtual_tokens_forward
 """
 INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes

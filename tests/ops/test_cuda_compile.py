@@ -46,8 +46,8 @@ REGISTERS = {
         16: "count",
         24: "whole_scale",
         32: (
-            "apply_if_finite column_scale dequantize embedding_noise grad_scale last_norm_scale output_gain_backward "
-            "penalize repeat scale_update virtual_tokens"
+            "apply_if_below apply_if_finite column_scale dequantize embedding_noise grad_scale last_norm_scale "
+            "output_gain_backward penalize repeat scale_update virtual_tokens"
         ),
         40: (
             "absmax_mean add amax amax_scale bias_backward cache_write error_total importance low_rank_sums pack "
@@ -278,6 +278,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)
         ops.last_norm_scale(one, one, one, cell, cell, cell, count, grad_clip=1.0)
+        ops.apply_if_below(one, cell, cell, count, cell)
         ops.apply_if_finite(one, noted.tensor((290,), "fp32"), cell)
         ops.amax_scale(one, read(x), limit=448.0)
         ops.amax(one, read(x), in_bf16=True)

@@ -89,14 +89,16 @@ VALUES = {  # unlike the default, and what the runs above have
     "debug_memory": "runs/tensors.txt", "device": "cuda", "export_dtype": "fp16", "matmul_dtype": ["bf16", "e4m3"],
     "head_dtype": "e4m3", "reduce_dtype": "bf16", "grad_accum_dtype": "bf16", "master_dtype": ["bf16", "none"],
     "early_stopping_patience": 1, "early_stopping_metric": "loss", "early_stopping_min_delta": 0.1,
-    "callback": "early_stopping:patience=1", "loss": "squares", "adapter_method": "slower",
+    "callback": "early_stopping:patience=1", "spike_window": 4, "spike_zscore": 0.5, "rollback_limit": 2,
+    "loss": "squares", "adapter_method": "slower",
     "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa"],
 }
 # fmt: on
 # What matters once something happens: an earlier run, numbers that are not finite, copies that lose much, bad or long
 # rows.
 STOPPING = ("early_stopping_patience", "early_stopping_metric", "early_stopping_min_delta")
-EVENTS = {"callback", "overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING}
+FAULTS = ("on_nonfinite", "debug_nan", "on_spike", "spike_window", "spike_zscore", "rollback_limit")
+EVENTS = {"callback", "overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING, *FAULTS}
 VARIES = {"time", "time_ms", "wait_ms", "sol", "memory_mib", "tps", "started", "system", "options", "algorithms"}
 
 

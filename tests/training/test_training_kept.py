@@ -27,7 +27,7 @@ from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.training import ready
 from llmq.training import train as training
-from llmq.training.loop import NON_FINITE_LIMIT
+from llmq.training.faults import NON_FINITE_LIMIT
 
 KEEP = {"ckpt_interval": 5, "ckpt_keep_n": 0}
 SAVED = Path("runs/run/checkpoints")
@@ -90,13 +90,14 @@ def test_what_an_error_saves_takes_no_other_checkpoint_s_place(given, monkeypatc
 
 
 def spoil(monkeypatch, steps):
-    """The updates of these steps count as not applied."""
+    """The updates of these steps count as not applied, with a gradient that is not finite."""
     real = Engine.update
-    monkeypatch.setattr(
-        Engine,
-        "update",
-        lambda self, step, rate, *more: replace(real(self, step, rate, *more), applied=step not in steps),
-    )
+
+    def update(self, step, rate, *more):
+        done = real(self, step, rate, *more)
+        return replace(done, applied=False, norm=math.inf) if step in steps else done
+
+    monkeypatch.setattr(Engine, "update", update)
 
 
 def ruined(given, why):

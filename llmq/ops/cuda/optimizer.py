@@ -61,6 +61,11 @@ def last_norm_scale(new_last_norm: Output, scale: Output, apply: Output, /, *rea
     gpu.launch("sum_squares", "last_norm_scale", 1, 32, arguments, {"G": "float", "PIECE": SQUARES})
 
 
+def apply_if_below(new_apply: Output, /, *read: Tensor) -> None:
+    """new_apply (1,) <- apply, loss_total (1,), num_tokens (1,) int32, limit (1,): 0 if the mean loss is above it."""
+    gpu.launch("sum_squares", "apply_if_below", 1, 32, (new_apply, *read), {"G": "float", "PIECE": SQUARES})
+
+
 def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     """out (1,) <- apply (1,) if all partials (P,) are finite, else 0."""
     arguments = (out, partials, np.int32(math.prod(partials.shape)), apply)

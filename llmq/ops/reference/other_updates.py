@@ -43,6 +43,15 @@ def apply_if_finite(out: Output, /, partials: Tensor, apply: Tensor) -> None:
     out.write(np.where(np.isfinite(partials.read()).all(), value, np.zeros_like(value)))
 
 
+@op(family="optimizer")
+def apply_if_below(new_apply: Output, /, apply: Tensor, loss_total: Tensor, num_tokens: Tensor, limit: Tensor) -> None:
+    """new_apply (1,) <- apply (1,), or 0 if loss_total / num_tokens is above the limit; all are (1,), and new_apply may
+    be the memory of apply. Without tokens there is no loss."""
+    value, tokens = apply.read(), num_tokens.read()[0]
+    is_above = tokens > 0 and loss_total.read()[0] / value.dtype.type(tokens) > limit.read()[0]
+    new_apply.write(np.zeros_like(value) if is_above else value)
+
+
 @rule(held={"new_master", "new_m"})
 def sgd(
     new_master: Output,
