@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmq.disk import storage
 from llmq.errors import UsageError
 from llmq.options.field import named, plain, read_flat_yaml, refuse
 from llmq.options.parse import UNSETS, Options, minimal, spellings
@@ -39,12 +40,13 @@ class Config:
         return Config(**{key: value for key, value in self.options.items() if key not in gone}, **given)
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The options as a file for --config, which is written if a `path` is given."""
+        """The options as a file for --config, which is written if a `path` is given. StorageError."""
         import yaml
 
         text = yaml.safe_dump(_plain(self.options), sort_keys=False, default_flow_style=False)
         if path is not None:
-            Path(path).write_text(text, "utf-8")
+            with storage(Path(path)):
+                Path(path).write_text(text, "utf-8")
         return text
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import Any
 from llmq.api import presets
 from llmq.api.config import Config
 from llmq.api.trainer import Trainer, named_data
-from llmq.errors import MemoryLimitError, UsageError
+from llmq.errors import MemoryLimitError, UsageError, nearest
 from llmq.hardware import device
 from llmq.training.callbacks import Callback, RunFunction
 from llmq.training.records import TrainResult
@@ -50,7 +50,7 @@ def quick_start(
     UsageError for a strategy that is none; MemoryLimitError where not even LoRA on 4 bits fits.
     """
     if strategy not in ("auto", *STRATEGIES):
-        raise UsageError(f"strategy is {strategy!r}: give auto, {', '.join(STRATEGIES)}")
+        raise UsageError(f"strategy is {strategy!r}: give auto, {', '.join(STRATEGIES)}{nearest(strategy, STRATEGIES)}")
     base = Config(model=model, **options)
     where = device.pick(base.options.get("device", "auto"))
     found = {"gpus": num_gpus if num_gpus is not None else 0 if where.kind == "cuda" else 1}

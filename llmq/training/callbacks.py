@@ -81,7 +81,7 @@ class EarlyStopping(Callback):
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise UsageError(f"early stopping with a least difference of {min_delta}: use 0 or more")
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
-        self.best, self.waited = math.nan, 0  # NaN before the first evaluation
+        self.best, self.waited = math.nan, 0  # NaN before the first evaluation with a finite metric
 
     def on_evaluate(self, run: Run, record: EvalRecord) -> None:
         """Counts the evaluation. UsageError if nothing has given the metric so far."""
@@ -92,7 +92,7 @@ class EarlyStopping(Callback):
             )
         value = float(run.history[self.metric][-1])
         gain = self.best - value if self.metric.endswith("loss") else value - self.best
-        if gain > self.min_delta or math.isnan(self.best):
+        if math.isfinite(value) and (gain > self.min_delta or math.isnan(self.best)):
             self.best, self.waited = value, 0
             return
         self.waited += 1
@@ -103,7 +103,7 @@ class EarlyStopping(Callback):
 
     def state(self) -> Mapping[str, Any]:
         """The best value, and the evaluations since."""
-        return {} if math.isnan(self.best) else {"best": self.best, "waited": self.waited}
+        return {"waited": self.waited} if math.isnan(self.best) else {"best": self.best, "waited": self.waited}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on counting."""

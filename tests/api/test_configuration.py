@@ -5,7 +5,7 @@ from tiny_runs import tiny_options
 
 import llmq
 from llmq import Config, presets
-from llmq.errors import UsageError
+from llmq.errors import StorageError, UsageError
 
 
 def test_names_are_options_in_any_spelling():
@@ -30,6 +30,8 @@ def test_yaml_and_back(tmp_path):
     text = config.to_yaml(tmp_path / "run.yaml")
     assert (tmp_path / "run.yaml").read_text() == text
     assert Config.from_yaml(tmp_path / "run.yaml").parse() == config.parse()
+    with pytest.raises(StorageError, match=r"run.yaml: cannot be written .*: choose another folder"):
+        config.to_yaml(tmp_path / "absent" / "run.yaml")
     with pytest.raises(UsageError, match="cannot be read"):
         Config.from_yaml(tmp_path / "absent.yaml")
     (tmp_path / "run.yaml").write_text("model: m\nstepz: 4\n")

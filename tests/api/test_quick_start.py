@@ -60,5 +60,5 @@ def test_an_iterator_is_read_once(given, capsys):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(UsageError, match="strategy is 'fast': give auto, standard, ddp, zero1"):
-        llmq.quick_start("m", strategy="fast")
+    with pytest.raises(UsageError, match=r"strategy is 'lorra': give auto, standard, ddp, .*: did you mean lora\?"):
+        llmq.quick_start("m", strategy="lorra")

@@ -223,6 +223,8 @@ def test_an_iterator_that_ends_early_says_so(given):
         (ROWS, frozenset("ab"), "val is a frozenset, whose order"),
         ([{"text": {1, 2}}], None, "train: row 1 is nothing that JSON has: a set"),
         ([{"text": float("nan")}], None, "train: row 1 is nothing that JSON has"),
+        ([{"text": "\ud800"}], None, "train: row 1 is nothing that JSON has: 'utf-8' codec"),
+        (ROWS, (Path("no file").read_text() for _ in range(1)), "val: a row cannot be read: .* No such file"),
         (5, None, "train is an int: give a list"),
         (np.zeros(5), None, r"train is an array \(5,\) of float64"),
         (np.zeros((2, 3, 4), int), None, r"train is an array \(2, 3, 4\)"),

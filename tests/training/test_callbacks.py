@@ -263,12 +263,17 @@ def test_a_loss_improves_downwards_by_a_least_difference():
         ([3, 2.9, 2.8, 2.7], 0.5, 3),
         ([3, 2, 1, 0.5], 0, None),
         ([math.nan, 2, 1], 0, None),
+        ([math.inf, 2, math.inf, 3], 0, 4),  # JSON has no infinity, so that a state must not
+        ([math.nan, math.nan, 1], 0, 2),
     ):
         run, stopping = Run(), EarlyStopping(2, min_delta=least)
         run.history = History()
         for run.step, loss in enumerate(losses, 1):
             run.history.add(run.step, {"eval_loss": loss})
             stopping.on_evaluate(run, None)
+            again = EarlyStopping(2, min_delta=least)
+            again.restore(json.loads(json.dumps(stopping.state(), allow_nan=False)))
+            stopping = again
         assert (run.stopped and run.stopped[0]) == at
 
 

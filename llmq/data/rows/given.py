@@ -200,28 +200,36 @@ def _columns(name: str, columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _rows_writer(name: str, rows: Iterable[Any]) -> Write:
     def write(path: Path) -> None:
-        count, kind = 0, None
-        with path.open("w", encoding="utf-8", newline="\n") as file:
-            for count, row in enumerate(rows, 1):
-                if kind not in (None, type(row)) and not (kind is dict and isinstance(row, Mapping)):
-                    said = f"row {count} is {_kind(row)}, and those before are {kind.__name__}"
+        count, is_text = 0, None
+        with path.open("wb") as file:
+            for count, row in enumerate(_read(name, rows), 1):
+                is_text = isinstance(row, str) if is_text is None else is_text
+                if isinstance(row, str) is not is_text:
+                    said = f"row {count} is {_kind(row)}, and those before are {'texts' if is_text else 'dicts'}"
                     raise DataError(f"{name}: {said}: give all as dicts, or all as texts")
-                kind = kind or (dict if isinstance(row, Mapping) else type(row))
-                file.write(as_json(name, count, row) + "\n")
+                file.write(_as_json(name, count, row) + b"\n")
         if not count:
             raise DataError(f"{name} has no rows: give at least one")
 
     return write
 
 
-def as_json(name: str, number: int, row: Any) -> str:
+def _read(name: str, rows: Iterable[Any]) -> Iterator[Any]:
+    """The rows. DataError where the caller's files fail, which are not those of the cache."""
+    try:
+        yield from rows
+    except OSError as error:
+        raise DataError(f"{name}: a row cannot be read: {error}") from error
+
+
+def _as_json(name: str, number: int, row: Any) -> bytes:
     """A row as a line of JSON: a mapping, or a text. DataError."""
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
         raise DataError(f"{name}: row {number} is {_kind(row)}: give a dict with fields, such as input_ids, or a text")
     try:
-        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
+        return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain).encode()
     except (TypeError, ValueError) as error:
         raise DataError(f"{name}: row {number} is nothing that JSON has: {error}") from None
 
