@@ -58,7 +58,7 @@ def pytest_configure(config):
 
         plant(FAULTS[name])
     judges = ("torch", "transformers", "trl", "peft", "bitsandbytes", "uv", "mpi4py", "ray", "kubernetes")
-    judges += ("cuda.bindings",)  # our own folder is a `cuda`, too
+    judges += ("lm_eval", "cuda.bindings")  # our own folder is a `cuda`, too
     missing = [name for name in judges if not importlib.util.find_spec(name)]
     if config.getoption("--judges") and missing:
         raise pytest.UsageError(f"--judges needs {' and '.join(missing)}: tools/test.sh --judges installs them")

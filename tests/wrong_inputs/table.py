@@ -284,6 +284,8 @@ COMMAND_LINES = {
 --limit 0 | 0 is not in the range x>=1
 --data '' | it is empty: give a path.
 --seq-len 1 | 1 is not in the range x>=2
+--tasks a | give --data or --tasks, not both
+--fewshot 1 --apply-chat-template | --fewshot, --apply-chat-template: not with --data
 """,
     ("llmq-eval", 3): r"""
 --data absent.jsonl | absent.jsonl
