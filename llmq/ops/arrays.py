@@ -362,7 +362,9 @@ def dequantize(copy: Quantized, dtype: str | None = None, **memory: Unpack[Lent]
 
 def _copy(name: str, x: Any, layout: str) -> Any:
     """An operand of a product: of one that is quantized, the copy in this layout."""
-    return x.copy(layout, name) if isinstance(x, Quantized) else operand(x, name)
+    if isinstance(x, Quantized):
+        return x.copy(layout, name)
+    return operand(x, name) if x is None else x  # refuses None: a routine takes it for what is not read
 
 
 def _precision(dtype: str | None, scaling: str, *operands: Any) -> dict[str, Any]:

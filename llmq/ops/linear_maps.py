@@ -10,7 +10,7 @@ from typing import Any
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.routines import Numbers, Operands, Routine, Written
+from llmq.ops.routines import Fits, Numbers, Operands, Routine
 from llmq.sites.fp8 import RECIPES
 from llmq.tensor import COLSUM, DTYPES, IGNORED, LARGEST, Form, scale_shape, stored_shape
 
@@ -113,14 +113,17 @@ def _head(operands: Operands) -> None:
         operands.ops["linear_forward"](result, rows, weight, None, None)
         is_trained = d_x.wanted or d_weight.wanted
         d_logits = Output("d_logits", logits.shape, operands.dtype, (logits,) if is_trained else ())
-        ids = replace(targets, array=targets.array.reshape(-1)[start : start + size], shape=(size,))
-        (to,) = loss.tensors
-        losses = replace(to, array=to.array.reshape(-1)[start : start + size], shape=(size,))
+        ids, losses = (_some(x, start, size) for x in (targets, *loss.tensors))
         operands.ops["cross_entropy"](d_logits, replace(loss, shape=(size,), tensors=(losses,)), logits, ids, **numbers)
         if d_x.wanted:
             operands.ops["linear_dgrad"](d_x.chunk(start, size), narrow, weight, None)
         if d_weight.wanted:
             operands.ops["linear_wgrad"](replace(d_weight, accumulate=start > 0), narrow, rows)
+
+
+def _some(x: Tensor, start: int, count: int) -> Tensor:
+    """Those of some tokens, of numbers that tokens have one of."""
+    return replace(x, array=x.array.reshape(-1)[start : start + count], shape=(count,))
 
 
 def _most_tokens(row_bytes: int) -> int:
@@ -143,13 +146,13 @@ def _quantize(operands: Operands) -> None:
 class _Quantize(Routine):
     """Its results have the shapes of copies and scales."""
 
-    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Written:
+    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Fits:
         """The bytes and the scales of both layouts."""
         shape, layout = (*known["..."], known["K"]), "row" if name.startswith("rows") else "col"
         form = Form(numbers["format"], layout, numbers["scaling"])
         if name.endswith("_scale"):
-            return Written(scale_shape(shape, form), (form.scales.dtype,))
-        return Written(stored_shape(shape, form), (form.dtype, "uint8"))
+            return scale_shape(shape, form), (form.scales.dtype,)
+        return stored_shape(shape, form), (form.dtype, "uint8")
 
 
 LINEAR = Routine("linear", "y ...N <- x ...K, weight NK, bias? N, residual? ...N", _linear)

@@ -89,7 +89,7 @@ class _Kept:
     def run(self, op: str, *handles: Any, **numbers: Any) -> None:
         """Has the launcher of an op launch into this."""
         kernel = self._context.kernels[op]
-        size = kernel.needed(_arguments(op, handles, numbers), gpu.capability())
+        size = kernel.needed(arguments_of(op, handles, numbers), gpu.capability())
         self.used_bytes = max(self.used_bytes, size)
         scratch = {"scratch": StandIn(self.address(self._used), (size,), np.dtype(np.uint8))} if size else {}
         kernel.launch(*handles, **numbers, **scratch)
@@ -247,12 +247,11 @@ def _scratch(num_bytes: int, allocate: Any) -> tuple[Any, int]:
     """Memory of the caller, or of CuPy's pool, and its address."""
     if not num_bytes:
         return None, 0
-    if allocate is None:
-        import cupy
+    import cupy
 
-        memory = cupy.cuda.alloc(num_bytes)
+    memory = (allocate or cupy.cuda.alloc)(num_bytes)
+    if hasattr(memory, "ptr"):  # as CuPy's pool gives it
         return memory, memory.ptr
-    memory = allocate(num_bytes)
     found = operand(memory, "scratch")
     size = math.prod(found.shape) * DTYPES[found.dtype].itemsize
     if found.device is None or found.place % ALIGNMENT or size < num_bytes:
@@ -275,18 +274,17 @@ def launches(op: str, handles: Sequence[Any], numbers: Mapping[str, Any], num_op
     return kept.steps, kept.used_bytes
 
 
-def _arguments(op: str, handles: Sequence[Any], numbers: Mapping[str, Any]) -> Arguments:
+def arguments_of(op: str, handles: Sequence[Any], numbers: Mapping[str, Any]) -> Arguments:
     """A call's arguments as a plan has them, for what its kernel refuses and needs."""
     about = record(op)
     outputs = dict(zip(about.outputs, handles, strict=False))
     inputs = zip(about.inputs, handles[len(outputs) :], strict=True)
     reads = {name: _ref(x) for name, x in inputs if x is not None}
     writes = {name: tuple(map(_ref, result.tensors)) for name, result in outputs.items()}
-    added = frozenset(name for name, result in outputs.items() if result.accumulate)
-    return Arguments(reads, writes, numbers, added)
+    return Arguments(reads, writes, numbers, frozenset(name for name, result in outputs.items() if result.accumulate))
 
 
 def _ref(tensor: Tensor) -> Ref:
-    """A copy's is not said to be in the dtype of its values."""
-    dtype = NAMES[tensor.array.dtype] if tensor.form is None else tensor.form.dtype
-    return Ref(tensor.name, "activation", tensor.shape, dtype, form=tensor.form)
+    """One name for one array. A copy's is not said to be in the dtype of its values."""
+    dtype = NAMES[np.dtype(tensor.array.dtype)] if tensor.form is None else tensor.form.dtype
+    return Ref(f"{tensor.name} {id(tensor.array)}", "activation", tensor.shape, dtype, form=tensor.form)

@@ -24,7 +24,9 @@ from llmq.tensor import DTYPES, Form, scale_shape, stored_shape
 Allocate = Callable[[int], Any] | None
 Numbers = Mapping[str, Any]
 Next = Callable[[tuple[int, ...], str, tuple[int, ...] | None], Any]  # array of the next operand: shape, dtype, strides
+Fits = tuple[tuple[int, ...], tuple[str, ...]]
 New = Callable[[tuple[int, ...], str], Any]  # array that lives as long as the call
+TAKEN = (DeviceArray, Operand)  # as they are
 MOST_PLANS = 4096  # that are kept: shapes may never repeat
 
 _plans: dict[Any, _Plan] = {}
@@ -59,20 +61,12 @@ class Given(NamedTuple):
         return Tensor(name, data, self.shape, self.form, scale)
 
 
-class Written(NamedTuple):
-    """An array that a call writes, in one of `dtypes`; a new one is in the first, and contiguous."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    strides: tuple[int, ...] | None = None  # in bytes
-
-
-def _output(name: str, result: Written | None, array: Next) -> Output:
-    """A result as ops write it."""
+def _output(name: str, result: Operand | None, array: Next) -> Output:
+    """A result as ops write it; one that is not wanted is None."""
     if result is None:
         return Output(name, (), "fp32", ())
-    shape, dtype = result.shape, result.dtypes[0]
-    return Output(name, shape, dtype, (Tensor(name, array(shape, dtype, result.strides), shape),))
+    _, shape, dtype, _, strides = result
+    return Output(name, shape, dtype, (Tensor(name, array(shape, dtype, strides), shape),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +108,7 @@ class _Plan(NamedTuple):
 
     device: int | None
     backend: Any
-    results: dict[str, Written | None]
+    results: dict[str, Operand | None]
     compute: Callable[[Mapping[str, Callable[..., None]], Next, New], None]
     bound: dict[Any, Callable[[list[Any], list[Any], Allocate], None]]
 
@@ -155,7 +149,7 @@ class Routine:
             elif x is None and axes.is_optional:
                 facts.append(None)
             else:  # the first fields of DeviceArray are those of Operand
-                found = x if type(x) is DeviceArray else operand(x, name)
+                found = x if type(x) in TAKEN else operand(x, name)
                 read.append(found[0])
                 facts.append(found[1:5])
         if out is None:
@@ -173,7 +167,7 @@ class Routine:
                     made.append(None)
                     continue
                 if place is None:
-                    array = empty(result.shape, result.dtypes[0], plan.device)
+                    array = empty(result.shape, result.dtype, plan.device)
                     place = operand(array, "out")
                 made.append(array)
                 written.append(place[0])
@@ -192,16 +186,18 @@ class Routine:
             _plans.clear()
         about = {name: fact and Given.of(fact) for name, fact in zip(self.inputs, facts, strict=True)}
         inputs = {name: x for name, x in about.items() if x is not None}
-        device = _device(self.name, inputs, places)
-        known, dtype = self._lengths(inputs, numbers), self._dtype(inputs, device)
+        device = self._device(inputs, places)
+        dtype = self._dtype(inputs, device)
+        known = self._lengths(inputs, numbers)
         if len(places) != len(self.outputs):
-            raise UsageError(
-                f"{self.name}: out has {len(places)} arrays, not {len(self.outputs)}: {', '.join(self.outputs)}"
-            )
-        results = {}
+            raise self._wrong(f"out has {len(places)} arrays, not {len(self.outputs)}: {', '.join(self.outputs)}")
+        results: dict[str, Operand | None] = dict.fromkeys(self.outputs)
         for name, place in zip(self.outputs, places, strict=True):
-            result = self.written(name, known, numbers, dtype) if wanted is None or name in wanted else None
-            results[name] = result and self._placed(name, result, place and operand(place, "out"))
+            if wanted is None or name in wanted:
+                shape, dtypes = self.written(name, known, numbers, dtype)
+                results[name] = Operand(None, shape, dtypes[0], device, None)
+                if place is not None:
+                    results[name] = self._placed(name, operand(place, "out"), shape, dtypes)
 
         def compute(ops: Mapping[str, Callable[..., None]], array: Next, new: New) -> None:
             given = {name: x and x.tensor(name, array) for name, x in about.items()}
@@ -212,30 +208,37 @@ class Routine:
         plan = _plans[key] = _Plan(device, backend, results, compute, {})
         return plan
 
-    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Written:
-        """An output beside values in a dtype."""
-        axes = self.outputs[name]
-        return Written(axes.shape(known), axes.dtypes(dtype))
+    def written(self, name: str, known: Mapping[str, Any], numbers: Numbers, dtype: str) -> Fits:
+        """Of an output beside values in a dtype: its shape, and its possible dtypes; a new one is in the first."""
+        return self.outputs[name].shape(known), self.outputs[name].dtypes(dtype)
 
-    def _placed(self, name: str, result: Written, place: Operand | None) -> Written:
-        """A result in memory that is given."""
-        if place is None:
-            return result
-        if place.shape != result.shape or place.dtype not in result.dtypes:
-            fits = f"{result.shape} in {' or '.join(result.dtypes)}"
-            raise UsageError(f"{self.name}: out for {name} is {place.shape} in {place.dtype}, not {fits}")
+    def _wrong(self, what: str) -> UsageError:
+        return UsageError(f"{self.name}: {what}")
+
+    def _placed(self, name: str, place: Operand, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Operand:
+        """A result in memory that is given, without that memory."""
+        if place.shape != shape or place.dtype not in dtypes:
+            raise self._wrong(f"out for {name} is {place.shape} in {place.dtype}, not {shape} in {' or '.join(dtypes)}")
         self._check_place(f"out for {name}", place)
-        dtypes = result.dtypes if place.dtype == "uint8" else (place.dtype,)  # bytes of fp8
-        return Written(result.shape, dtypes, place.strides)
+        return place._replace(place=None, dtype=dtypes[0] if place.dtype == "uint8" else place.dtype)  # bytes of fp8
 
     def _check_place(self, name: str, x: Operand) -> None:
         """UsageError for memory that is not laid out as the routine takes it."""
         if not math.prod(x.shape):
-            raise UsageError(f"{self.name}: {name} {x.shape} has no elements")
+            raise self._wrong(f"{name} {x.shape} has no elements")
         if x.strides is None or x.strides == (whole := strides_of(x.shape, DTYPES[x.dtype].itemsize)):
             return
-        if not self.takes_views or x.strides[-1:] != whole[-1:]:
-            raise UsageError(f"{self.name}: {name} {x.shape} is not contiguous: copy it first")
+        if not self.takes_views or x.strides[-1] != whole[-1]:
+            raise self._wrong(f"{name} {x.shape} is not contiguous: copy it first")
+
+    def _check_copy(self, name: str, x: Given, form: Form, scale: Operand) -> None:
+        """UsageError for a copy whose arrays are not those of its values in its form."""
+        self._check_place(f"the scale of {name}", scale)
+        shape, scales = stored_shape(x.shape, form), (scale_shape(x.shape, form), form.scales.dtype)
+        if x.data.shape != shape or x.data.dtype not in (form.dtype, "uint8") or scale[1:3] != scales:
+            found = f"{x.data.shape} in {x.data.dtype} with scales {scale.shape} in {scale.dtype}"
+            fits = f"{shape} in {form.dtype} with scales {scales[0]} in {scales[1]}"
+            raise self._wrong(f"{name}, a copy of {x.shape}, is {found}, not {fits}: use ops.quantize")
 
     def _lengths(self, inputs: Mapping[str, Given], numbers: Numbers) -> dict[str, Any]:
         """Of letters; UsageError for inputs that do not fit each other."""
@@ -243,58 +246,45 @@ class Routine:
         owners: dict[str, str] = {}  # the input that a letter's length comes from
         for name, x in inputs.items():
             axes = self.inputs[name]
-            if x.data.dtype in DTYPES:  # `_dtype` refuses others
-                self._check_place(name, x.data)
-            self._check_copy(name, x)
+            self._check_place(name, x.data)
+            if x.form is not None and x.scale is not None:
+                self._check_copy(name, x, x.form, x.scale)
             if not axes.fit(x.shape):
-                raise UsageError(f"{self.name}: {name} {x.shape} is not {axes}")
+                raise self._wrong(f"{name} {x.shape} is not {axes}")
             for letter, length in axes.lengths(x.shape):
                 owner = owners.setdefault(letter, name)
                 if known.setdefault(letter, length) != length:
                     other = f"{owner} {inputs[owner].shape}, {self.inputs[owner]}"
-                    raise UsageError(f"{self.name}: {name} {x.shape}, {axes}, does not fit {other}")
+                    raise self._wrong(f"{name} {x.shape}, {axes}, does not fit {other}")
         for letter, length in self.lengths(known, numbers).items():
             if known.setdefault(letter, length) != length:
                 what = f"{owners[letter]} is {inputs[owners[letter]].shape}"
-                raise UsageError(f"{self.name}: {what}, and {length} would fit, not {known[letter]}")
+                raise self._wrong(f"{what}, and {length} would fit, not {known[letter]}")
         return known
-
-    def _check_copy(self, name: str, x: Given) -> None:
-        """UsageError for a copy whose arrays are not those of its values in its form."""
-        if x.form is None or x.scale is None:
-            return
-        shape, scales = stored_shape(x.shape, x.form), (scale_shape(x.shape, x.form), x.form.scales.dtype)
-        if x.data.shape != shape or x.data.dtype not in (x.form.dtype, "uint8") or x.scale[1:3] != scales:
-            found = f"{x.data.shape} in {x.data.dtype} with scales {x.scale.shape} in {x.scale.dtype}"
-            fits = f"{shape} in {x.form.dtype} with scales {scales[0]} in {scales[1]}"
-            raise UsageError(f"{self.name}: {name}, a copy of {x.shape}, is {found}, not {fits}: use ops.quantize")
 
     def _dtype(self, inputs: Mapping[str, Given], device: int | None) -> str:
         """That of the values; UsageError where they have many, or where another operand has a wrong one."""
         first = next(name for name in inputs if not self.inputs[name].kind)
         dtype = inputs[first].dtype
         if dtype not in VALUES:
-            raise UsageError(f"{self.name}: {first} is in {dtype}: use {', '.join(VALUES)}")
+            raise self._wrong(f"{first} is in {dtype}: use {', '.join(VALUES)}")
         if dtype == "fp64" and device is not None:
-            raise UsageError(
-                f"{self.name}: {first} is in fp64, which kernels of the GPU lack: use fp32 or bf16, or the CPU"
-            )
+            raise self._wrong(f"{first} is in fp64, which kernels of the GPU lack: use fp32 or bf16, or the CPU")
         for name, x in inputs.items():
             wanted = self.inputs[name].dtypes(dtype)
             if x.dtype not in wanted:
-                raise UsageError(f"{self.name}: {name} is in {x.dtype}, not {wanted[0]}, where {first} is in {dtype}")
+                raise self._wrong(f"{name} is in {x.dtype}, not {wanted[0]}, where {first} is in {dtype}")
         return dtype
 
-
-def _device(routine: str, inputs: Mapping[str, Given], places: list[Any]) -> int | None:
-    """Where all operands are; UsageError for those of two devices."""
-    operands = [(name, x.data.device) for name, x in inputs.items()]
-    operands += [(f"the scale of {name}", x.scale.device) for name, x in inputs.items() if x.scale is not None]
-    operands += [("out", place.device) for place in places if place is not None]
-    names = {device: f"{name} on {'the CPU' if device is None else f'GPU {device}'}" for name, device in operands}
-    if len(names) > 1:
-        raise UsageError(f"{routine}: {' and '.join(names.values())}: move them to one device")
-    return operands[0][1]
+    def _device(self, inputs: Mapping[str, Given], places: list[Any]) -> int | None:
+        """Where all operands are; UsageError for those of two devices."""
+        operands = [(name, x.data) for name, x in inputs.items()]
+        operands += [(f"the scale of {name}", x.scale) for name, x in inputs.items() if x.scale is not None]
+        operands += [("out", place) for place in places if place is not None]
+        names = {x.device: f"{name} on {'the CPU' if x.device is None else f'GPU {x.device}'}" for name, x in operands}
+        if len(names) > 1:
+            raise self._wrong(f"{' and '.join(names.values())}: move them to one device")
+        return next(iter(names))
 
 
 def single(op: str, axes: str, name: str = "", check: Callable[[Operands], None] | None = None, **more: Any) -> Routine:

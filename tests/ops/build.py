@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from llmq.operands import Output, Tensor, own_scales, to_form
+from llmq.ops import on_cuda
 from llmq.ops.reference import OPS
-from llmq.ops.seam import Arguments, record
-from llmq.tensor import DTYPES, Form, Ref, scale_shape, stored_shape
+from llmq.ops.seam import Arguments
+from llmq.tensor import DTYPES, Form, scale_shape, stored_shape
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NAN_BYTE = {"int32": 0x80, "uint8": 0x80}  # every float format here reads bytes of 0xff as NaN
 
 
@@ -59,18 +59,7 @@ def output(
 
 def arguments_of(op: str, *handles: Output | Tensor | None, **numbers: Any) -> Arguments:
     """The arguments of a call on handles, in the order of its signature, as if it were planned."""
-    known = record(op)
-    outputs = dict(zip(known.outputs, handles, strict=False))
-    inputs = zip(known.inputs, handles[len(outputs) :], strict=True)
-    reads = {name: _ref_of(x) for name, x in inputs if x is not None}
-    writes = {name: tuple(_ref_of(x) for x in output.tensors) for name, output in outputs.items()}
-    return Arguments(reads, writes, numbers, frozenset(name for name, output in outputs.items() if output.accumulate))
-
-
-def _ref_of(tensor: Tensor) -> Ref:
-    """One name for one array; of a copy in a form, the value's own dtype is not known."""
-    dtype = tensor.form.dtype if tensor.form is not None else NAMES[np.dtype(tensor.array.dtype)]
-    return Ref(f"{tensor.name} {id(tensor.array)}", "activation", tensor.shape, dtype, form=tensor.form)
+    return on_cuda.arguments_of(op, handles, numbers)
 
 
 def run(

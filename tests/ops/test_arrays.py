@@ -218,6 +218,13 @@ MISTAKES = {
         lambda: ops.dequantize(replace(ops.quantize(normal(2, C)), rows_scale=np.ones(1))),
         "in fp64, not .* with scales .1,. in fp32",
     ),
+    "name of a dtype": (lambda: ops.swiglu(ops.DeviceArray(0, (2, 4), "float32", 0, (16, 4))), "gate_up is in float32"),
+    "scales apart": (
+        lambda: ops.dequantize(
+            replace(ops.quantize(normal(2, C), scaling="rowwise"), rows_scale=np.ones(4, "f4")[::2])
+        ),
+        "the scale of copy .* is not contiguous",
+    ),
     "out": (
         lambda: ops.swiglu(normal(2, 4), out=np.empty((2, 2), np.float32)),
         r"\(2, 2\) in fp32, not \(2, 2\) in fp64",

@@ -1,19 +1,18 @@
 """The functions on arrays of a GPU against the same on the CPU; on bare memory, so that kernels are emulated too."""
 
-import ctypes
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from llmq import ops
 from llmq.errors import UsageError
 from llmq.ops import on_cuda, routines
+from llmq.ops.exchange import NAMES
 from llmq.tensor import DTYPES
+
+from .numpy_gemms import NumpyGemms
 
 B, T, C, F, HQ, HKV, HD = 2, 37, 88, 40, 4, 2, 16
 HEADS = {"num_heads": HQ, "num_kv_heads": HKV}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 QKV = (B, T, (HQ + 2 * HKV) * HD)
 # function, shapes of inputs, numbers; what is not a value is made below
 CALLS = {
@@ -206,52 +205,13 @@ def cupy_array(array):
     return raw.view(array.dtype).reshape(array.shape)
 
 
-class HostGemms:
-    """Matrix products of cuBLASLt on the memory of the host."""
-
-    algorithms = SimpleNamespace(save=lambda: None)
-
-    def ready(self, problem, alpha):
-        def run(at, workspace):
-            p = problem
-            a = _matrix(at.a, p.m, p.k, p.a, p.a.transposed, at.scale_a)
-            b = _matrix(at.b, p.n, p.k, p.b, not p.b.transposed, at.scale_b)
-            d = _rows(at.d, p.n, p.m, p.d)
-            value = alpha * (b @ a.T)
-            if p.bias:
-                value += _rows(at.bias, 1, p.m, p.d)
-            if p.c:
-                value += _rows(at.c, p.n, p.m, p.d)
-            d[...] = value
-
-        return run
-
-
-def _matrix(address, rows, columns, about, is_row_major, scale):
-    """An operand as (rows, columns) in f32; in column-major terms a transposed one has rows that lie together."""
-    found = _rows(address, rows, columns, about) if is_row_major else _rows(address, columns, rows, about).T
-    return found.astype(np.float32) * (_array(scale, (1,), "fp32") if about.scale else np.float32(1))
-
-
-def _rows(address, rows, columns, about):
-    """Rows of a matrix, `ld` numbers from one to the next."""
-    size = DTYPES[about.dtype].itemsize
-    flat = _array(address, ((rows - 1) * about.ld + columns,), about.dtype)
-    return np.lib.stride_tricks.as_strided(flat, (rows, columns), (about.ld * size, size))
-
-
-def _array(address, shape, dtype):
-    size = int(np.prod(shape)) * DTYPES[dtype].itemsize
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)).view(DTYPES[dtype]).reshape(shape)
-
-
 @pytest.fixture
 def products(request, monkeypatch):
     """Without a GPU, products are NumPy's."""
     if request.node.get_closest_marker("emulated"):
         on_cuda._context.cache_clear()
         monkeypatch.setattr(routines, "_plans", {})
-        for name, value in (("Gemms", lambda _: HostGemms()), ("Algorithms", id), ("device_key", lambda: "")):
+        for name, value in (("Gemms", lambda _: NumpyGemms()), ("Algorithms", id), ("device_key", lambda: "")):
             monkeypatch.setattr(on_cuda, name, value)
 
 
