@@ -42,7 +42,7 @@ NEW_TOKENS = 256  # of an answer to a request that does not say it, as of the hf
 LEAST = 64  # lengths that a model is loaded for are multiples of this
 
 
-class Reading(NamedTuple):
+class ReadOnce(NamedTuple):
     """Tokens that some requests read, and of each the number of its last tokens that it scores, with the last one,
     which is only predicted."""
 
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         readings = self._readings(requests)
         model = self._for(max((len(one.tokens) for one in readings), default=1))
-        alone, shared = list[Reading](), list[Reading]()
+        alone, shared = list[ReadOnce](), list[ReadOnce]()
         for one in readings:
             (alone if len({last for _, _, last in one.asked}) == 1 else shared).append(one)
         batches = [alone[at : at + self.batch_size] for at in range(0, len(alone), self.batch_size)]
@@ -128,9 +128,9 @@ class HarnessModel(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
 
-    def _readings(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> list[Reading]:
+    def _readings(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> list[ReadOnce]:
         """What is read for requests, the longest first."""
-        same: dict[tuple[int, ...], Reading] = {}
+        same: dict[tuple[int, ...], ReadOnce] = {}
         for index, (texts, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise UsageError(
@@ -138,7 +138,7 @@ class HarnessModel(TemplateLM):
                     f"{str(texts)[:200]}"
                 )
             *read, last = (context + continuation)[-(self.max_length + 1) :]
-            reading = same.setdefault(tuple(read), Reading(tuple(read), []))
+            reading = same.setdefault(tuple(read), ReadOnce(tuple(read), []))
             reading.asked.append((index, len(continuation), last))
         return sorted(same.values(), key=lambda one: -len(one.tokens))
 
@@ -240,7 +240,7 @@ class HarnessModel(TemplateLM):
         return self._model
 
 
-def _by_score(model: LoadedModel, batch: Sequence[Reading]) -> Iterator[tuple[int, float, bool]]:
+def _by_score(model: LoadedModel, batch: Sequence[ReadOnce]) -> Iterator[tuple[int, float, bool]]:
     """Log p of requests that agree on their last tokens, and whether these are the most likely, by index."""
     shape = (len(batch), len(batch[0].tokens))  # the longest first
     tokens, targets = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
@@ -255,7 +255,7 @@ def _by_score(model: LoadedModel, batch: Sequence[Reading]) -> Iterator[tuple[in
             yield index, float(score[row, part].sum(dtype=np.float64)), bool(correct[row, part].all())
 
 
-def _by_logits(model: LoadedModel, reading: Reading) -> Iterator[tuple[int, float, bool]]:
+def _by_logits(model: LoadedModel, reading: ReadOnce) -> Iterator[tuple[int, float, bool]]:
     """The same of requests that differ in their last token."""
     ids, size = reading.tokens, max(count for _, count, _ in reading.asked)
     logits = model.logits(ids, copy=False)[len(ids) - size :].astype(np.float32)

@@ -69,7 +69,7 @@ def run_tasks(
         max_length=min(seq_len or source.config.max_position, source.config.max_position),
         batch_size=options.batch_size,
         chat_template=chat_template,
-        name=options.model.replace("/", "__"),
+        name=str(options.model).replace("/", "__"),
         task=task,
     )
     random.seed(DEFAULT_RANDOM_SEED)
