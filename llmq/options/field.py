@@ -37,7 +37,6 @@ INSTEAD = {
     **dict.fromkeys(("lisa", "lisa_activated_layers", "lisa_interval", "lisa_interval_steps"), _NO_LISA),
     **dict.fromkeys(("prompt_init", "prompt_init_text", "prompt_tuning_init"), _NO_PROMPT_INIT),
     "optim": "use --optimizer adamw or sgd; --opt-m-dtype int8 --opt-v-dtype int8 keeps AdamW's states in 8 bits",
-    "report_to": "leave it out; llmq-plot draws the log of a run, and llmq-export-wandb sends it to Weights & Biases",
 }
 
 

@@ -39,6 +39,20 @@ def _which_checkpoint(value: Any) -> Any:
     return value
 
 
+def _trackers(value: Any) -> Any:
+    """Names with commas, where a part such as `entity=mine` is another option of the name before it; `none` is none."""
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, (list, tuple)) or not all(isinstance(item, str) for item in given):
+        return value
+    found: list[str] = []
+    for part in (part.strip() for item in given for part in item.split(",")):
+        if found and "=" in part.partition(":")[0]:
+            found[-1] += f",{part}"
+        elif part and part != "none":
+            found.append(part)
+    return tuple(dict.fromkeys(found)) or None
+
+
 Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, BeforeValidator(with_commas)]
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
@@ -88,6 +102,14 @@ class StoppingOptions(Section):
     title = "Callbacks and early stopping"
     callback: Annotated[Texts, AfterValidator(Named("callback", ("early_stopping",)))] | None = option(
         None, "Plug-in to call at the moments of the run; may be repeated.", metavar="NAME", kind="repeatable"
+    )
+    report_to: Annotated[
+        Texts | None, BeforeValidator(_trackers), AfterValidator(Named("callback", ("wandb", "tensorboard", "mlflow")))
+    ] = option(
+        None,
+        "Trackers that get the log of the run while it trains: wandb, tensorboard and mlflow, or a plug-in's.",
+        shown="none",
+        metavar="NAME[,NAME]",
     )
     early_stopping_patience: Positive | None = option(
         None, "Stop when the metric has not improved in N evaluations in a row.", "patience", shown="off"

@@ -1,9 +1,13 @@
 """Reads a run's log: header, and the train and eval records as columns. Format: llmq/training/log.py. Logs of llm.q are
 read as such records (llmq/report/llm_q.py)."""
 
+from __future__ import annotations
+
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import numpy as np
 
 from llmq.errors import DataError
 from llmq.report import llm_q
-from llmq.training.log import SCHEMA, SECTIONS
+from llmq.training.log import GOING_BACK, SCHEMA, SECTIONS
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord
 
 TABLES = {  # the numbers of each kind of record
@@ -20,7 +24,7 @@ TABLES = {  # the numbers of each kind of record
     "eval": (*(f.name for f in fields(EvalRecord)), "tps", "time"),
     "gpu": (*(f.name for f in fields(GpuRecord) if f.name != "throttled"), "time"),
 }
-OF_STEPS = ("metrics", "samples", "fp8")  # events that belong to steps, and go with them
+OF_STEPS = (*TABLES, "metrics", "samples", "fp8")  # what belongs to steps, and goes with them
 FIELDS: dict[str, dict[str, type[Any]]] = {  # what a record has, and of which kind; more is allowed
     "metrics": {"values": dict},
     "samples": {"samples": list},
@@ -30,7 +34,6 @@ FIELDS: dict[str, dict[str, type[Any]]] = {  # what a record has, and of which k
 }
 WORDS: dict[Any, str] = {dict: "an object", list: "a list", str: "text"}
 ASKED = ("prompt", "messages", "tokens")  # one of which a sample completes
-GOING_BACK = ("resume", "rollback")  # to the step that they name: what is of later ones is void
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -51,10 +54,8 @@ class Log:
 
     @property
     def name(self) -> str:
-        """The run's name: option `name`, else the folder's, else the file's."""
-        named = (self.header.get("options") or {}).get("name")
-        generic = self.path.stem in ("log", "train", "metrics")
-        return str(named or (self.path.resolve().parent.name if generic else self.path.stem) or self.path.name)
+        """The run's name."""
+        return run_name(self.path, self.header)
 
     @property
     def last_step(self) -> int:
@@ -66,6 +67,13 @@ class Log:
         """The median step's; NaN where none is known."""
         known = self.train["tps"][np.isfinite(self.train["tps"])]
         return float(np.median(known)) if known.size else math.nan
+
+
+def run_name(path: Path, header: Mapping[str, Any]) -> str:
+    """The name of the run of a log: option `name`, else the folder's, else the file's."""
+    named = (header.get("options") or {}).get("name")
+    generic = path.stem in ("log", "train", "metrics")
+    return str(named or (path.resolve().parent.name if generic else path.stem) or path.name)
 
 
 def find_log(run: Path) -> Path:
@@ -91,38 +99,105 @@ def read_log(path: Path) -> Log:
 
     DataError naming the file and every bad line (at most ten), for a missing or foreign header, or a newer schema.
     """
+    path, records = find_log(Path(path)), read_records(path)
+    return _log(path, records[0], kept(records)[1:])
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a log, the header first, also what a resume dropped later. DataError as for `read_log`."""
     path = find_log(Path(path))
-    try:
+    with _readable(path):
         content = path.read_bytes()
+    bad: list[str] = []
+    if llm_q.is_log(content):
+        records = _of_llm_q(content, bad)
+    else:
+        *lines, torn = content.split(b"\n")
+        records = _of_lines(lines, bad)
+        with suppress(ValueError, RecursionError):  # the unfinished last line of a killed process
+            records += [_checked(_parse(torn))] if torn else []
+    _refuse_bad(path, bad)
+    _refuse_foreign(path, records)
+    return records
+
+
+def kept(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a log, without those of steps that a resume or a rollback after them dropped."""
+    found, last = list[dict[str, Any]](), math.inf
+    for record in reversed(records):
+        last = min(last, record["step"]) if record["type"] in GOING_BACK else last
+        if record["type"] not in OF_STEPS or record["step"] <= last:
+            found.append(record)
+    return found[::-1]
+
+
+class LogTail:
+    """A log that may still grow: `new` gives what was added since the last time. DataError as for `read_log`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.header = find_log(Path(path)), dict[str, Any]()
+        with _readable(self.path):
+            self._file = open(self.path, "rb")  # noqa: SIM115
+        self._end = self._lines = 0  # of what was read
+
+    def new(self) -> list[dict[str, Any]]:
+        """The records of whole lines, the header among them."""
+        with _readable(self.path):
+            self._file.seek(self._end)  # a run that goes on removes a line that another has not finished
+            lines = self._file.read().split(b"\n")[:-1]
+        bad: list[str] = []
+        records = _of_lines(lines, bad, first=self._lines + 1)
+        _refuse_bad(self.path, bad)
+        self._lines, self._end = self._lines + len(lines), self._end + sum(len(line) + 1 for line in lines)
+        if records and not self.header:
+            _refuse_foreign(self.path, records)
+            self.header = records[0]
+        return records
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the path is that of another file now: another run has begun there."""
+        with suppress(FileNotFoundError):
+            there, mine = self.path.stat(), os.fstat(self._file.fileno())
+            return not os.path.samestat(there, mine) or there.st_size < self._end
+        return False
+
+    def __enter__(self) -> LogTail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise DataError(f"the log {path} cannot be read: {error.strerror or error}") from error
-    bad: list[str] = []
-    records = (_of_llm_q if llm_q.is_log(content) else _of_lines)(content, bad)
+
+
+def _refuse_bad(path: Path, bad: Sequence[str]) -> None:
     if bad:
         more = f"\n  and {len(bad) - 10} more" if len(bad) > 10 else ""
         raise DataError(f"the log {path} is corrupt:\n" + "\n".join(bad[:10]) + more)
+
+
+def _refuse_foreign(path: Path, records: Sequence[dict[str, Any]]) -> None:
     if not records or records[0]["type"] != "header":
         raise DataError(f"{path} is not a log of llmq: its first line is not a header record")
-    header = records[0]
-    if header.get("schema") != SCHEMA:
-        raise DataError(f"the log {path} has schema {header.get('schema')!r}, this llmq reads {SCHEMA}: update llmq")
-    return _log(path, header, records[1:])
+    if (schema := records[0].get("schema")) != SCHEMA:
+        raise DataError(f"the log {path} has schema {schema!r}, this llmq reads {SCHEMA}: update llmq")
 
 
-def _of_lines(content: bytes, bad: list[str]) -> list[dict[str, Any]]:
-    """Checked records, one a line; adds to `bad` what is wrong with a line."""
-    lines, records = content.split(b"\n"), []
-    torn = lines.pop()
-    for number, line in enumerate(lines, 1):
+def _of_lines(lines: Iterable[bytes], bad: list[str], first: int = 1) -> list[dict[str, Any]]:
+    """Checked records, one a line, the first of which has this number; adds to `bad` what is wrong with a line."""
+    records = []
+    for number, line in enumerate(lines, first):
         try:
             records.append(_checked(_parse(line)))
         except (ValueError, RecursionError) as error:
             bad.append(f"  line {number}: {error}")
-    if torn and not bad:
-        try:
-            records.append(_checked(_parse(torn)))
-        except (ValueError, RecursionError):
-            pass  # the unfinished last line of a killed process
     return records
 
 
@@ -138,7 +213,7 @@ def _of_llm_q(content: bytes, bad: list[str]) -> list[dict[str, Any]]:
 
 
 def _log(path: Path, header: dict[str, Any], records: Iterable[dict[str, Any]]) -> Log:
-    """The log of these records: what a resume drops is not in it."""
+    """The log of these records, of which no resume drops any."""
     tables: dict[str, dict[int, dict[str, Any]]] = {kind: {} for kind in TABLES}
     events, held, sets = [], _held_out(header), dict[int, tuple[str, Any]]()
     for record in records:
@@ -147,11 +222,8 @@ def _log(path: Path, header: dict[str, Any], records: Iterable[dict[str, Any]]) 
             sets |= {record["step"]: (held, record.get("trained_tokens"))} if record["type"] == "eval" else {}
             continue
         events.append(record)
-        if record["type"] in GOING_BACK:
-            held = _held_out(record) if "dataset" in record else held
-            events = [one for one in events if one["type"] not in OF_STEPS or one["step"] <= record["step"]]
-            for kind, table in tables.items():
-                tables[kind] = {step: row for step, row in table.items() if step <= record["step"]}
+        if record["type"] in GOING_BACK and "dataset" in record:
+            held = _held_out(record)
     columns = {kind: _columns(tables[kind], names) for kind, names in TABLES.items()}
     numbers = {one: number for number, one in enumerate(dict.fromkeys(sets.values()))}
     eval_set = np.array([numbers[sets[step]] for step in columns["eval"]["step"].tolist()], np.int64)
@@ -233,7 +305,7 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """The record, whose fields are of the kinds that readers rely on; ValueError with what is wrong."""
     kind, step = record["type"], record.get("step")
-    has_step = kind in (*TABLES, *OF_STEPS, *GOING_BACK) or step is not None
+    has_step = kind in (*OF_STEPS, *GOING_BACK) or step is not None
     if has_step and (type(step) is not int or not 0 <= step < 2**63):
         raise ValueError(f"step is {step!r}, not a count")
     fields = FIELDS.get(kind, {})

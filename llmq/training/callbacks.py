@@ -110,20 +110,41 @@ class EarlyStopping(Callback):
         self.best, self.waited = state.get("best", math.nan), state.get("waited", 0)
 
 
-CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping})
+def _wandb(**own: Any) -> Callback:
+    from llmq.training.trackers.wandb import Wandb
+
+    return Wandb(**own)
+
+
+def _tensorboard(**own: Any) -> Callback:
+    from llmq.training.trackers.tensorboard import TensorBoard
+
+    return TensorBoard(**own)
+
+
+def _mlflow(**own: Any) -> Callback:
+    from llmq.training.trackers.mlflow import MLflow
+
+    return MLflow(**own)
+
+
+# Trackers are callbacks, which are imported when they are asked for.
+TRACKERS = {"wandb": _wandb, "tensorboard": _tensorboard, "mlflow": _mlflow}
+CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping, **TRACKERS})
 
 
 def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> dict[str, Any]:
     """The callbacks and those that the options ask for, by the names of their classes, with a number from the second of
-    one class on; in the order of calls: early stopping goes by what others log. UsageError for what is none;
-    PluginError."""
+    one class on; in the order of calls: early stopping goes by what others log, and trackers end after all of them.
+    UsageError for what is none; PluginError."""
     if not isinstance(callbacks, Iterable):
         raise UsageError(f"callbacks is {callbacks!r}: give a list of them")
     given = [*callbacks, *(CALLBACKS.call(text) for text in options.callback or ())]
     if (patience := options.early_stopping_patience) is not None:
         given.append(EarlyStopping(patience, options.early_stopping_metric, options.early_stopping_min_delta))
     found, counts = dict[str, Any](), dict[str, int]()
-    for one in sorted(given, key=lambda one: isinstance(one, EarlyStopping)):
+    trackers = [CALLBACKS.call(text) for text in options.report_to or ()]
+    for one in (*sorted(given, key=lambda one: isinstance(one, EarlyStopping)), *trackers):
         kind, callback = _checked(one)
         counts[kind] = counts.get(kind, 0) + 1
         found[kind if counts[kind] == 1 else f"{kind} {counts[kind]}"] = callback
@@ -209,6 +230,15 @@ class Run:
         found = {name: _number(name, value) for name, value in values.items()}
         self.history.add(self.step, found)
         self._ready.log.record("metrics", step=self.step, values=found)
+
+    def warn(self, text: str) -> None:
+        """Warns of something, now and at the end of the run."""
+        self._ready.log.warn(text)
+
+    def follow(self, listener: Callable[[Mapping[str, Any] | None], None]) -> None:
+        """Calls a function with each record of the log as its file has it, from the first one of this process on, and
+        with None when the log is closed. The function must not log numbers itself."""
+        self._ready.log.follow(listener)
 
     def evaluate(self, data: Any = None) -> float:
         """The loss now on all of `data`, in nats per trained token, NaN without any: rows, a table or tokens, as for

@@ -37,7 +37,7 @@ import math
 import os
 import textwrap
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from llmq.options.run import LogOptions
 
 SCHEMA = 1
+GOING_BACK = ("resume", "rollback")  # what drops earlier records of steps beyond its own
 OPENING = b'{"type": "header'
 DETAILS, USUAL, SUMMARY = 1, 0, -1  # the least --verbosity that shows a line
 SECTIONS = ("options", "system", "model", "dataset", "matmuls", "allocator", "host_memory")
@@ -93,6 +94,8 @@ class RunLog:
         self.warnings: list[str] = []
         self._of_data: list[str] = []  # lines that wait for [Dataset]
         self._waiting: list[tuple[str, dict[str, Any]]] | None = []  # notices before `begin`
+        self._opening: dict[str, Any] = {}  # the first record of this process
+        self._followers: list[Callable[[dict[str, Any] | None], None]] = []
 
     def due(self, step: int, *, last: bool = False) -> bool:
         """Whether the update `step` (from 1) gets a line: each n-th one, the first, and the last of the run."""
@@ -219,9 +222,12 @@ class RunLog:
         self.record("notice", step=self._step, text=text, **facts)
 
     def warn(self, text: str) -> None:
-        """A notice of something that may spoil the run; `end` repeats it."""
+        """A notice of something that may spoil the run; `end` repeats it, and is the last record."""
         self.warnings.append(text)
-        self.notice(text, warning=True)
+        if self._has_ended:
+            self.say(f"Warning: {text}", least=SUMMARY)
+        else:
+            self.notice(text, warning=True)
 
     def end(self, reason: str, warnings: Sequence[str] = (), **metrics: Any) -> None:
         """The run is over: `reason` is finished, interrupted, terminated or failed.
@@ -244,10 +250,19 @@ class RunLog:
         """Appends one record to the file, if it is open."""
         if self._file is None:
             return
-        line = json.dumps(to_json({"type": kind, "time": round(time.time(), 3), **values}), allow_nan=False)
+        record = to_json({"type": kind, "time": round(time.time(), 3), **values})
+        self._opening = self._opening or record
         with self._storage():
-            self._file.write(line + "\n")
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
+        for follower in self._followers:
+            follower(record)
+
+    def follow(self, follower: Callable[[dict[str, Any] | None], None]) -> None:
+        """Calls a function with the first record of this process, with each one from here on, and with None when the
+        log is closed."""
+        self._followers.append(follower)
+        follower(self._opening)
 
     def say(self, text: str, *, least: int = USUAL) -> None:
         """One console line, if --verbosity is `least` or more.
@@ -290,6 +305,8 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         file, self._file = self._file, None
+        for follower in self._followers:
+            follower(None)
         if file is not None:
             with self._storage():
                 file.close()

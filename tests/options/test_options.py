@@ -129,7 +129,6 @@ def test_aliases_reach_their_option_and_cannot_be_given_beside_it(alias, key, va
         ("load_in_8bit", True, "--lora-rank 16 --base-dtype int8"),
         ("fp16", True, "--model-dtype bf16"),
         ("optim", "adamw_8bit", "--opt-m-dtype int8 --opt-v-dtype int8"),
-        ("report_to", "wandb", "llmq-export-wandb"),
         ("deepspeed_config", "ds.json", "--zero-level 3.* --offload-optimizer"),
         ("bf16", "off", "use --model-dtype fp32"),
         ("assistant-only-loss", True, "use --train-on assistant or all"),

@@ -5,21 +5,25 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import sample_files
+from offline_trackers import wandb_run
 from pydantic import ValidationError, create_model
 
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.options.run import LogOptions
 from llmq.report.read import read_log
-from llmq.report.wandb import default_run_id, export_wandb
+from llmq.report.wandb import export_wandb, follow_wandb
 from llmq.training.log import RunLog
 from llmq.training.records import TrainRecord
+from llmq.training.trackers import run_id_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,10 +51,10 @@ class FakeRun:
         return max(self.logged, default=-1) + 1
 
     def log(self, values: dict[str, float], step: int) -> None:
-        assert step >= self.step, "W&B drops what comes out of order"
-        self.logged[step] = values
+        assert step >= self.step - 1, "W&B drops what comes out of order"
+        self.logged.setdefault(step, {}).update(values)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int) -> None:
         self.finished += 1
 
 
@@ -70,7 +74,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return seen.runs.setdefault(arguments["id"], FakeRun(str(tmp_path / "wandb" / "run-x" / "files")))
 
     module.Error, module.init, module.Settings = Error, init, SimpleNamespace
-    module.Table = SimpleNamespace
+    module.Table, module.__spec__ = SimpleNamespace, ModuleSpec("wandb", None)
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return seen
@@ -143,9 +147,9 @@ def test_exporting_again_adds_only_what_is_new(tmp_path: Path, fake: SimpleNames
 
 def test_ids(tmp_path: Path, fake: SimpleNamespace) -> None:
     log = read_log(write_run(tmp_path))
-    assert default_run_id(log) == default_run_id(read_log(tmp_path))
+    assert run_id_of(log.header) == run_id_of(read_log(tmp_path).header) == export_wandb(tmp_path).run_id
     log.header["started"] = "another time"
-    assert default_run_id(log) != default_run_id(read_log(tmp_path))
+    assert run_id_of(log.header) != run_id_of(read_log(tmp_path).header)
     assert export_wandb(tmp_path, project="p", run_id="mine").run_id == "mine"
     with pytest.raises(UsageError, match="--run-id"):
         export_wandb(tmp_path, project="p", run_id="a/b")
@@ -189,6 +193,51 @@ def test_what_cannot_be_exported(tmp_path: Path, fake: SimpleNamespace, monkeypa
         export_wandb(write_run(tmp_path / "new", 0), project="p")
 
 
+class Growing:
+    """Writes the next part of a log in place of each wait."""
+
+    def __init__(self, *parts) -> None:
+        self.parts = list(parts)
+
+    def __call__(self, seconds: float) -> None:
+        self.parts.pop(0)()
+
+
+def test_a_log_is_followed_to_the_end_of_its_run(tmp_path: Path, fake: SimpleNamespace, monkeypatch) -> None:
+    path = write_run(tmp_path)
+    whole = path.read_text().splitlines(keepends=True)
+    end = json.dumps({"type": "end", "step": 4, "reason": "finished"}) + "\n"
+    step = '{"type": "train", "step": %d, "loss": %s}\n'
+
+    def appended(*lines: str) -> Callable[[], None]:
+        return lambda: path.write_text(path.read_text() + "".join(lines))
+
+    def resumed() -> None:  # without the torn line; step 6 is made again, as no step of W&B's can be
+        path.write_text(path.read_text().rpartition("\n")[0] + "\n")
+        appended(json.dumps({"type": "resume", "step": 5}) + "\n", step % (6, 6.5), step % (7, 7.5), end)()
+
+    path.write_text(whole[0])
+    growing = Growing(lambda: None, appended(*whole[1:-1]), appended(step[:20]), resumed)
+    monkeypatch.setattr("llmq.report.wandb.time.sleep", growing)
+    (done,) = follow_wandb(path)
+    run = fake.runs[done.run_id]
+    assert (done.num_steps, run.finished, not growing.parts) == (7, 1, True)
+    assert (run.logged[6]["train/loss"], run.logged[7]["train/loss"]) == (5 / 6, 7.5)
+    assert done.run_id == export_wandb(path).run_id
+
+    def again() -> None:  # another run at this path
+        path.rename(tmp_path / "log.jsonl.1")
+        path.write_text(whole[0].replace("try", "new"))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    path.write_text("".join(whole[:-1]))
+    growing.parts = [again, appended(step % (1, 2.5)), interrupted]
+    first, second = follow_wandb(path)
+    assert first.run_id == done.run_id != second.run_id and fake.runs[second.run_id].logged[1]["train/loss"] == 2.5
+
+
 def test_the_command(tmp_path: Path, fake: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     from llmq.cli import export_wandb, shell
 
@@ -206,6 +255,7 @@ def test_the_command(tmp_path: Path, fake: SimpleNamespace, capsys: pytest.Captu
         assert says in (printed.err if code else printed.out)
 
 
+@pytest.mark.slow
 def test_the_real_library_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed: extra [wandb]")
     path = write_run(tmp_path / "run")
@@ -216,5 +266,7 @@ def test_the_real_library_offline(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"6 steps written to {tmp_path}")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
-    data = file.read_bytes()
-    assert data.count(b"train/loss") >= 6 and all(text in data for text in (b"eval/loss", b"learning_rate", b"1e-05"))
+    steps, config, _ = wandb_run(file)
+    assert list(steps) == [1, 2, 3, 4, 5, 6] and config["learning_rate"] == 1e-5
+    assert (steps[3]["train/loss"], steps[3]["eval/loss"]) == (5 / 3, 1.0) and math.isnan(steps[2]["train/loss"])
+    assert steps[3]["samples/_type"] == "table-file"

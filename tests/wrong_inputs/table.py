@@ -387,8 +387,8 @@ run.jsonl -o text.txt/x.png | is not a folder): choose another folder
 """,
     ("llmq-export-wandb", 2): r"""
 --log-file run.jsonl --run-id 'a b' | --run-id 'a b' is not an id for W&B: use up
---log-file run.jsonl --project a/b | --project 'a/b' is not a name for W&B: use up
---log-file run.jsonl --project '' | --project '' is not a name for W&B: use up to
+--log-file run.jsonl --project a/b | 'a/b' is not a project of W&B: use up
+--log-file run.jsonl --project '' | '' is not a project of W&B: use up to
 --log-file run.jsonl --bogus | --bogus
 --log-file run.jsonl stray | Got unexpected extra argument (stray)
 --log-file '' | it is empty: give a path.
