@@ -19,7 +19,7 @@ from typing import Any
 from compare_states import call, held_out_loss, print_table
 from tokenizers import Tokenizer
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "hidden_size": 256,
@@ -44,7 +44,7 @@ OPTIONS = {
     "verbosity": -1,
 }
 LORA = {"lora_rank": 16, "learning_rate": 2e-3}
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-4},
     "lora": LORA,
     "lora-e4m3": {**LORA, "base_dtype": "e4m3", "matmul_dtype": "e4m3"},

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from llmq.report.read import read_log
 
 MODEL, SEEDS = Path("runs/states-model"), (1, 2)
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 1024,
@@ -52,7 +52,7 @@ OPTIONS = {
 }
 INT8_E4M3 = {"opt_m_dtype": "int8", "opt_v_dtype": "e4m3"}
 FUSED = {"fused_update": True, "clip_by": "last"}
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
     "e4m3": {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},

@@ -10,6 +10,7 @@ import csv
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import llmq
 from llmq.errors import LlmqError
@@ -32,7 +33,7 @@ def write_table(path: Path, num_rows: int = 2000) -> None:
 def main(arguments: list[str]) -> None:
     """Trains on the table, and prints the losses and the places of the log and the model."""
     write_table(TABLE)
-    options = {
+    options: dict[str, Any] = {
         "model": "Qwen/Qwen2.5-0.5B",
         "data": str(TABLE),
         "map": ["question=exercise", "answer=solution"],  # our names for the table's columns

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from llmq.errors import MemoryLimitError, UsageError
 from llmq.generation.weights import ModelWeights
 from llmq.hardware import device as hardware
 from llmq.model.optimizer import Hyperparameters
+from llmq.options.adapters import BaseDtype
 from llmq.plan.memory import Memory
 from llmq.plan.plan import Plan
 from llmq.plan.precision import Precision
@@ -28,18 +29,19 @@ from llmq.tensor import IGNORED
 if TYPE_CHECKING:
     from llmq.generation.prompts import Answer
 
+Computed = Literal["bf16", "fp32"]
 FEWER, SHORTEST = 4, 32  # rows are padded to at most FEWER times their tokens, or to SHORTEST
 
 
 def load(
     model: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,
-    dtype: Literal["bf16", "fp32"] | None = None,
+    dtype: Computed | None = None,
     device: str = "auto",
     batch_size: int = 8,
     seq_len: int = 2048,
     *,
-    base_dtype: str | None = None,
+    base_dtype: BaseDtype | None = None,
     revision: str | None = None,
 ) -> LoadedModel:
     """The model of a folder or a name on the Hub, with an adapter in PEFT's format.
@@ -48,8 +50,11 @@ def load(
     plug-in), `batch_size` rows of at most `seq_len` tokens at a time. A warning says where an adapter's base is another
     than it was trained on. LlmqError for what cannot be read, and MemoryLimitError for what does not fit.
     """
-    if dtype not in (None, "bf16", "fp32"):
-        raise UsageError(f"dtype is {dtype!r}: give bf16 or fp32")
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(f"the model is {model!r}: give the path of a folder, or a name")
+    for name, value, known in (("dtype", dtype, get_args(Computed)), ("base_dtype", base_dtype, get_args(BaseDtype))):
+        if value not in (None, *known):
+            raise UsageError(f"{name} is {value!r}: give one of {', '.join(known)}")
     if batch_size < 1 or seq_len < 1:
         raise UsageError(f"batch_size is {batch_size} and seq_len {seq_len}: use 1 or more")
     found = ModelWeights.find(

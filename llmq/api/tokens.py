@@ -105,7 +105,7 @@ class TokenRules:
                 return found
             return on_host(values)
         except (ValueError, TypeError, BufferError) as error:  # rows of several lengths
-            raise UsageError(f"{name} are no tokens: {error}") from None
+            raise UsageError(f"{name} are no array ({error}): give rows of one length, or one at a time") from None
 
 
 def _on_gpu(values: Any) -> Any:

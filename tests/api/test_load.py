@@ -134,7 +134,7 @@ def test_tokens_may_be_what_has_them(model, kind):
 @pytest.mark.parametrize(
     ("ids", "match"),
     [
-        ([[1, 2], [3]], "tokens are no tokens"),
+        ([[1, 2], [3]], r"tokens are no array .*: give rows of one length, or one at a time"),
         ((n for n in [1, 2]), "tokens are a generator: give whole numbers"),
         ([1.5], r"tokens are \(1,\) of float64"),
         ([True], r"tokens are \(1,\) of bool"),
@@ -170,7 +170,7 @@ def test_it_is_loaded_and_read_in_a_thread(model_folder, model):
 
 
 def test_other_settings_are_refused(model_folder):
-    for wrong in ({"dtype": "fp8"}, {"device": "tpu"}, {"batch_size": 0}, {"seq_len": 0}):
+    for wrong in ({"dtype": "fp8"}, {"base_dtype": "nf5"}, {"device": "tpu"}, {"batch_size": 0}, {"seq_len": 0}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             llmq.load(model_folder, **wrong)
     with pytest.raises(UsageError, match=r"targets are \(1, 2\), and tokens \(1, 3\)"):

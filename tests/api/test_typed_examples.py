@@ -1,4 +1,4 @@
-"""The examples of README and docs under mypy's strict rules, with the types that the package ships."""
+"""The examples of README and docs, and those in examples/, under mypy's strict rules, with the types that we ship."""
 
 import re
 import subprocess
@@ -29,10 +29,11 @@ def test_the_examples_are_typed(tmp_path):
             (tmp_path / f"example_{page.stem}.py").write_text("\n".join(blocks))
     (tmp_path / "wrong.py").write_text(WRONG)
     files = sorted(path.name for path in tmp_path.glob("*.py"))
+    scripts = [str(path) for path in (*(ROOT / "examples").glob("*.py"), ROOT / "examples/plugin/llmq_example")]
     cache = ROOT / ".mypy_cache" / "examples"  # without it this takes a minute
     about = ["--strict", "--follow-imports=silent", "--config-file=", f"--cache-dir={cache}"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-error-summary", *about, *files],
+        [sys.executable, "-m", "mypy", "--no-error-summary", *about, *files, *scripts],
         cwd=tmp_path,
         env={"MYPYPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
