@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from llmq.torch.head import causal_loss
-from llmq.torch.kernels import takes
+from llmq.torch.kernels import NAMES, product_dtype, takes
 from llmq.torch.layers import rmsnorm, rope, swiglu
 
 TURN = "apply_rotary_pos_emb"  # that transformers' attention calls
@@ -24,9 +25,22 @@ Forward = Callable[..., Any]
 
 def ours(forward: Forward) -> Forward:
     """Marks a forward as one of these. A pickled model has its own again: methods are stored by their name."""
-    vars(forward)["is_of_llmq"] = True
+    vars(forward)["of_llmq"] = forward  # itself: what wraps it has a copy of its attributes
     forward.__name__ = "forward"
     return forward
+
+
+def is_ours(forward: Any) -> bool:
+    """Whether a forward, or a module's bound one, is one of these."""
+    function = getattr(forward, "__func__", forward)
+    return function is not None and getattr(function, "of_llmq", None) is function
+
+
+def is_of_others(module: torch.nn.Module) -> bool:
+    """Whether another library has replaced a module's forward."""
+    forward = vars(module).get("forward")
+    is_own = forward is None or getattr(forward, "__func__", None) is type(module).forward
+    return not is_own and not is_ours(forward)
 
 
 @ours
@@ -50,7 +64,7 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 def why_mlp_left(module: Any) -> str | None:
     """For another activation than SwiGLU's."""
     act = module.config.hidden_act
-    return None if act == "silu" else f"its activation is {act}, not silu"
+    return None if act in ("silu", "swish") else f"its activation is {act}, not silu"
 
 
 def attention_forward(module: torch.nn.Module) -> Forward:
@@ -118,13 +132,11 @@ def _of_any(forward: Any) -> Forward:
 
 def _is_special(model: Any, given: dict[str, Any]) -> bool:
     """Whether a call asks for some logits, for TRL's head, or for another loss, or the head has been replaced."""
-    if given.get("logits_to_keep") or "fused_lm_head" in given or "ignore_index" in given:
+    keep = given.get("logits_to_keep")
+    if isinstance(keep, torch.Tensor) or keep or "fused_lm_head" in given or "ignore_index" in given:
         return True
-    head = model.lm_head
-    known = takes(head.weight) and all(
-        parameter.dtype is head.weight.dtype for parameter in model.model.norm.parameters()
-    )
-    return type(head) is not torch.nn.Linear or hasattr(model, "_loss_function") or not known
+    weight = model.lm_head.weight
+    return why_model_left(model) is not None or not takes(weight) or product_dtype(weight) not in NAMES
 
 
 def why_model_left(model: Any) -> str | None:
@@ -134,6 +146,17 @@ def why_model_left(model: Any) -> str | None:
     head = model.lm_head
     if type(head) is not torch.nn.Linear or head.bias is not None:
         return f"its head is a {type(head).__name__}, not a torch.nn.Linear without bias"
-    if "forward" in vars(head):
-        return "the forward of its head was replaced by another library"
+    if is_of_others(head) or head._forward_hooks or head._forward_pre_hooks:
+        return "the forward of its head was replaced by another library, or has hooks"
+    if any(parameter.dtype is not head.weight.dtype for parameter in model.model.norm.parameters()):
+        return f"its head is in {head.weight.dtype}, and the norm before in another dtype"
     return None if model.loss_function is ForCausalLMLoss else "its loss_function is not transformers' ForCausalLMLoss"
+
+
+def why_left(module: torch.nn.Module) -> str | None:
+    """For a module of any class."""
+    if is_of_others(module) and not is_ours(unwrap(vars(module)["forward"], stop=is_ours)):
+        return "its forward was replaced by another library: call patch_model before"
+    parameters = getattr(module, "lm_head", module).parameters()  # of maps that are quantized as well, in any dtype
+    is_half = any(parameter.dtype is torch.float16 for parameter in parameters)
+    return "its parameters are in torch.float16, which llmq's kernels lack: use bf16" if is_half else None

@@ -7,6 +7,7 @@ forward, columns in backward, as products in fp8 sum over what lies innermost. A
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from llmq.tensor import LARGEST, Form
 from llmq.torch.forwards import ours
-from llmq.torch.kernels import NAMES, Copy, ready, run, takes
+from llmq.torch.kernels import NAMES, Copy, product_dtype, ready, run, takes
 from llmq.torch.library import op
 
 ROWS, COLUMNS = Form("e4m3", "row", "current"), Form("e4m3", "col", "current")
@@ -115,30 +116,16 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     _backward,
 )
 def linear_e4m3(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_rows: torch.Tensor,
-    x_columns: torch.Tensor,
-    x_scale: torch.Tensor,
-    w_rows: torch.Tensor,
-    w_scale: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *copies: torch.Tensor
 ) -> torch.Tensor:
     """y (...,N) <- the copies of x (...,K) and weight (N,K), which only say where gradients go, and bias (N,)."""
+    x_rows, _, x_scale, w_rows, w_scale = copies
     y = product(x_rows, w_rows, (x_scale, w_scale), x.dtype, None if bias is None else bias.to(x.dtype))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fake_backward(
-    d_y: torch.Tensor,
-    x_columns: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    w_scale: torch.Tensor,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-) -> Three:
+def _fake_backward(d_y: torch.Tensor, *given: Any) -> Three:
+    _, _, weight, _, of_x, of_weight, of_bias = given
     return (
         d_y.new_empty((*d_y.shape[:-1], weight.shape[1]) if of_x else 0),
         d_y.new_empty(weight.shape if of_weight else 0),
@@ -177,24 +164,13 @@ def linear_e4m3_backward(
 # the module
 
 
-class _Last:
-    """The copies of the tensor that was copied last: q, k and v read one, and gate and up."""
+NOTHING: Any = (lambda: None, None, None)
 
-    def __init__(self) -> None:
-        self.forget()
 
-    def forget(self) -> None:
-        """Gives their memory back."""
-        self._about: Any = (None,)
-        self._copies: Any = None
+class _Last(threading.local):
+    """The copies of the tensor that a thread copied last: which that is, in what state, and they."""
 
-    def copies(self, x: torch.Tensor, columns: bool) -> Three:
-        """Those of x: made, unless the same bytes were copied so the last time."""
-        of, *about = self._about
-        if of is None or of() is not x or about != [x._version, columns]:
-            self._copies, self._about = quantize_e4m3(x.detach(), columns), (weakref.ref(x), x._version, columns)
-        found: Three = self._copies
-        return found
+    kept = NOTHING
 
 
 _last = _Last()
@@ -214,7 +190,8 @@ def weight_copy(module: Any, dtype: torch.dtype) -> Two:
     if torch.compiler.is_compiling():
         rows, _, scale = quantize_e4m3(weight.detach().to(dtype), False)
         return rows, scale
-    about = (weight.data_ptr(), weight._version, dtype, _steps[0] if weight.requires_grad else None)
+    step = _steps[0] if weight.requires_grad else None
+    about = (weight.data_ptr(), _version(weight), dtype, step, torch.is_inference_mode_enabled())
     known, rows, scale = vars(module).get("_llmq_copy", (None, None, None))
     if known != about:
         rows, _, scale = quantize_e4m3(weight.detach().to(dtype), False)
@@ -228,12 +205,24 @@ def forget_copy(module: Any) -> None:
 
 
 def input_copies(x: torch.Tensor, columns: bool, is_shared: bool) -> Three:
-    """Copies of what a map reads, which is kept for the next map if that may read it too."""
-    if is_shared and not torch.compiler.is_compiling():
-        return _last.copies(x, columns)
-    _last.forget()
-    copies: Three = quantize_e4m3(x.detach(), columns)
-    return copies
+    """Copies of what a map reads, kept for the next map if that may read it too: q, k and v do, and gate and up."""
+    if torch.compiler.is_compiling():
+        traced: Three = quantize_e4m3(x.detach(), columns)
+        return traced
+    of, known, copies = _last.kept
+    about = _version(x), columns
+    if of() is not x or known != about:
+        _last.kept = copies = NOTHING  # their memory is free before others are made
+        copies = quantize_e4m3(x.detach(), columns)
+        if is_shared:
+            _last.kept = weakref.ref(x), about, copies
+    found: Three = copies
+    return found
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """Which of the values that x has had: torch counts none for tensors of `inference_mode`."""
+    return None if x.is_inference() else x._version
 
 
 def forward_of(name: str) -> Any:
@@ -241,8 +230,7 @@ def forward_of(name: str) -> Any:
     is_shared = name not in ("o_proj", "down_proj")
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(product_dtype(x))
         if not takes(x) or x.dtype is torch.float64:
             own: torch.Tensor = type(self).forward(self, x)
             return own

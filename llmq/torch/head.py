@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from llmq.tensor import IGNORED
-from llmq.torch.kernels import ready, run
+from llmq.torch.kernels import product_dtype, ready, run
 from llmq.torch.library import op
 
 CHUNK_BYTES = 160 * 2**20  # of logits: 512 tokens of 152k words in bf16
@@ -79,9 +79,8 @@ def _linear_cross_entropy(
 
 def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of the losses of targets (M,), -100 where not trained, in f32 <- x (M,C), weight (V,C)."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
+    dtype = product_dtype(x)
+    x, weight = x.to(dtype), weight.to(dtype)
     train = torch.is_grad_enabled()
     of_x, of_weight = train and x.requires_grad, train and weight.requires_grad
     loss: torch.Tensor = _linear_cross_entropy(x, weight, targets, of_x, of_weight)[0]
@@ -95,14 +94,23 @@ def causal_loss(
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """What transformers' ForCausalLMLoss computes, of x (B,T,C), the input of the head with weight (V,C)."""
+    """What transformers' ForCausalLMLoss computes, of x (B,T,C), the input of the head with weight (V,C).
+
+    Where no label is trained the loss is NaN, and gradients are 0. RuntimeError for labels that are no words.
+    """
     if shift_labels is None:
         assert labels is not None
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     targets = shift_labels.reshape(-1).to(x.device, torch.int32)
+    words, trained = weight.shape[0], targets != IGNORED
+    is_word = ~trained | ((targets >= 0) & (targets < words))
+    torch._assert_async(is_word.all(), f"labels are {IGNORED} (not trained) or from 0 to {words - 1}")
     total = linear_cross_entropy(x.reshape(-1, x.shape[-1]), weight, targets)
     if num_items_in_batch is None:
-        return total / (targets != IGNORED).sum()
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+        items = trained.sum()
+    elif isinstance(num_items_in_batch, torch.Tensor):
+        items = num_items_in_batch.to(x.device)
+    else:
+        items = torch.full((), num_items_in_batch, device=x.device)
+    is_none = items == 0
+    return torch.where(is_none, torch.nan, total / (items + is_none))

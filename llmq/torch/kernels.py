@@ -26,6 +26,7 @@ NAMES = {
     torch.int32: "int32",
     torch.uint8: "uint8",
 }
+DEVICES = ("cpu", "cuda")
 ALIGNMENT = 16  # bytes: what kernels read at a time
 MOST_PLANS = 4096  # that are kept: lengths of batches may never repeat
 
@@ -55,9 +56,14 @@ def takes(*tensors: torch.Tensor) -> bool:
     """Whether kernels have these tensors' dtype, which is one, and their device."""
     first = tensors[0]
     known = (torch.float32, torch.bfloat16) if first.is_cuda else (torch.float32, torch.bfloat16, torch.float64)
-    return (
-        first.device.type in ("cpu", "cuda") and first.dtype in known and all(t.dtype is first.dtype for t in tensors)
-    )
+    return first.device.type in DEVICES and first.dtype in known and all(t.dtype is first.dtype for t in tensors)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype that torch would make a product with x in: autocast's, where that is on."""
+    device = x.device.type
+    is_cast = device in DEVICES and x.dtype is not torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_cast else x.dtype
 
 
 def ready(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from llmq.errors import UsageError
+
 LIBRARY = torch.library.Library("llmq", "DEF")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 Function = Callable[..., Any]
@@ -52,7 +54,14 @@ def _differentiated(name: str, run: Function, setup: Function, backward: Functio
         setup(ctx, inputs, output)  # here, as torch would look up the signature at each call
         return output
 
-    ways = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    def backward_once(ctx: Any, *gradients: Any) -> Any:
+        if (
+            torch.is_grad_enabled()
+        ):  # the ops that it calls are not recorded: torch would take their results as constant
+            raise UsageError(f"llmq's {name} has no second gradient (create_graph=True): call unpatch_model first")
+        return backward(ctx, *gradients)
+
+    ways = {"forward": staticmethod(forward), "backward": staticmethod(backward_once)}
     found: Function = type(name, (torch.autograd.Function,), ways).apply  # type: ignore[attr-defined]
     return found
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from llmq.torch.forwards import ours
+from llmq.torch.forwards import is_of_others, ours
 from llmq.torch.fp8 import columns_of, forget_copy, input_copies, product, quantize_e4m3, weight_copy
-from llmq.torch.kernels import ready, run, takes
+from llmq.torch.kernels import product_dtype, ready, run, takes
 from llmq.torch.library import op
 
 ONE_PASS = (16, 32)  # ranks with a kernel that reads d_y once for both gradients through B
@@ -76,24 +76,10 @@ def lora_linear(
     return y.view(*leading, y.shape[1]), low.view(*leading, low.shape[1])
 
 
-def _fake_backward(
-    d_y: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    low: torch.Tensor,
-    w_rows: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    scale: float,
-    of_x: bool,
-    of_weight: bool,
-    of_bias: bool,
-    of_a: bool,
-) -> Many:
-    width = weight.shape[1]
+def _fake_backward(d_y: torch.Tensor, _: Any, weight: torch.Tensor, *given: Any) -> Many:
+    a, b, *_, of_x, of_weight, of_bias, of_a = given
     return (
-        d_y.new_empty((*d_y.shape[:-1], width) if of_x else 0),
+        d_y.new_empty((*d_y.shape[:-1], weight.shape[1]) if of_x else 0),
         weight.new_empty(weight.shape if of_weight else 0),
         d_y.new_empty(weight.shape[0] if of_bias else 0),
         a.new_empty(a.shape if of_a else 0),
@@ -165,7 +151,7 @@ def why_lora_left(layer: Any) -> str | None:
     base = layer.base_layer
     if type(base) is not torch.nn.Linear:
         return f"its base is a {type(base).__name__}, not a torch.nn.Linear"
-    if "forward" in vars(base) and not hasattr(base.forward, "is_of_llmq"):
+    if is_of_others(base):
         return "the forward of its base was replaced by another library"
     if layer.fan_in_fan_out:
         return "its weight is transposed (fan_in_fan_out)"
@@ -182,9 +168,7 @@ def why_lora_left(layer: Any) -> str | None:
 def lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The forward of a PEFT layer with one active adapter; what else it can be asked for is PEFT's own."""
     names = [name for name in self.active_adapters if name in self.lora_A]
-    base, read = self.base_layer, x
-    if torch.is_autocast_enabled(x.device.type):
-        read = x.to(torch.get_autocast_dtype(x.device.type))
+    base, read = self.base_layer, x.to(product_dtype(x))
     is_shared = getattr(base.forward, "is_shared", None)  # of a map in e4m3
     is_plain = not (args or kwargs or self.disable_adapters or self.merged) and len(names) == 1
     if not is_plain or not takes(read, base.weight) or (is_shared is not None and base.weight.requires_grad):

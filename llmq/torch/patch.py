@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from inspect import unwrap
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -20,19 +21,22 @@ from llmq.model.families import FAMILIES
 from llmq.torch.forwards import (
     Forward,
     attention_forward,
+    is_of_others,
+    is_ours,
     mlp_forward,
     model_forward,
     norm_forward,
     why_attention_left,
+    why_left,
     why_mlp_left,
     why_model_left,
 )
 from llmq.torch.fp8 import forget_copy, forward_of, why_map_left
-from llmq.torch.kernels import NAMES
 from llmq.torch.lora import lora_forward, why_lora_left
 
 MODEL_TYPES = {architecture: family.model_type for architecture, family in FAMILIES.items()}
 HEAD, LORA, E4M3, UNKNOWN = "head with loss", "LoRA", "maps in e4m3", "unknown"
+PUT = "_llmq_put"  # of a module with another forward, what its own `forward` was before
 MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -72,16 +76,15 @@ class Change(NamedTuple):
 class Patch:
     """What became of a model: `replaced` has names of modules by kind, `left` by name why another one was not.
 
-    Its text is a summary, with one line for the modules of all layers. Adapters that PEFT adds later are replaced at
-    the model's next call, and are then here.
+    Its text is a summary, with one line for the modules of all layers. At the model's next call it follows what PEFT
+    has added or removed.
     """
 
     replaced: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _model: Any = field(default=None, repr=False)
-    _changed: list[tuple[torch.nn.Module, Any]] = field(default_factory=list, repr=False)  # with what they had before
-    _adapters: tuple[str, ...] = field(default=(), repr=False)
-    _has_lora: bool = field(default=True, repr=False)
+    _kinds: set[str] = field(default_factory=set, repr=False)
+    _adapters: list[Any] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         lines = [f"{kind}: {len(names)} replaced" for kind, names in self.replaced.items()]
@@ -89,43 +92,36 @@ class Patch:
         lines += [f"{name}{f' ({n})' if n > 1 else ''}: left, {reason}" for (name, reason), n in reasons.items()]
         return "\n".join(lines)
 
-    def change(self, changes: list[Change]) -> None:
-        """Replaces forwards."""
+    def change(self, changes: list[Change], left: dict[str, str]) -> None:
+        """Replaces forwards, those that are replaced already aside."""
+        self.replaced.clear()
+        self.left = left
         for kind, name, module, forward in changes:
-            self._changed.append((module, vars(module).get("forward")))
-            module.forward = MethodType(forward, module)
+            _put(module, forward)
             self.replaced.setdefault(kind, []).append(name)
 
     def follow(self) -> None:
-        """Replaces the adapters that have come since, or forgets those that have been merged and are gone."""
+        """Looks again where adapters have come or gone since."""
         adapters = _adapters(self._model)
-        if adapters == self._adapters:
+        if [*map(id, adapters)] == [*map(id, self._adapters)]:
             return
         self._adapters = adapters
         for module in self._model.modules():
             forget_copy(module)
-        changes, left = _found(self._model, {LORA} if self._has_lora else set())
-        self.change(changes)
-        self.left.update(left)
+            if getattr(module.forward, "__func__", None) is lora_forward:
+                _take_out(module)
+        self.change(*_found(self._model, self._kinds))
 
     def undo(self) -> None:
         """Puts every forward back; UsageError, before any is, where another library has replaced one since."""
-        changed = {
-            type(module).__name__
-            for module, _ in self._changed
-            if module is not self._model and not _is_ours(vars(module).get("forward"))
-        }
-        if changed:
-            names = ", ".join(sorted(changed))
+        changed = [module for module in self._model.modules() if PUT in vars(module)]
+        again = {type(module).__name__ for module in changed if module is not self._model and is_of_others(module)}
+        if again:
+            names = ", ".join(sorted(again))
             raise UsageError(f"forwards of {names} were replaced again after patch_model: undo that first")
-        for module, own in self._changed:
-            # The model's may lie within another library's, such as accelerate's: it then passes calls on.
-            if _is_ours(vars(module).get("forward")):
-                del module.forward
-                if own is not None:
-                    module.forward = own
+        for module in changed:
+            _take_out(module)
         del self._model._llmq_patch, self._model._llmq_loss
-        self._changed.clear()
         self.replaced.clear()
 
 
@@ -154,15 +150,13 @@ def patch_model(
         changes, left = _found(base, kinds)
     if strict and left:
         raise UsageError(f"patch_model(strict=True) replaces everything or nothing:\n{Patch({}, left)}")
-    patch = Patch({}, left, base, [], _adapters(base), lora)
+    patch = Patch({}, left, base, kinds, _adapters(base))
     if changes:
         _check_libraries(base)
-        has_loss = any(change.kind == HEAD for change in changes)
-        if not has_loss:  # adapters that come later are found at calls of the model
-            patch.change([Change(HEAD, "", base, model_forward(base))])
-            patch.replaced.clear()
-        base._llmq_patch, base._llmq_loss = patch, has_loss
-        patch.change(changes)
+        patch.change(changes, left)
+        base._llmq_patch, base._llmq_loss = patch, HEAD in patch.replaced
+        if HEAD not in patch.replaced:  # adapters that come later are found at calls of the model
+            _put(base, model_forward(base))
     return patch
 
 
@@ -185,17 +179,41 @@ def _family(base: Any) -> str | None:
     return module if type(base).__module__ == module else None
 
 
-def _adapters(base: Any) -> tuple[str, ...]:
-    """Names of PEFT's adapters in a model."""
-    return tuple(getattr(base, "peft_config", None) or ())
+def _put(module: torch.nn.Module, forward: Forward) -> None:
+    """Gives a module a forward, unless one of these lies already within that of another library, such as accelerate."""
+    before = vars(module).get("forward")
+    if before is None or not is_ours(unwrap(before, stop=is_ours)):
+        vars(module)[PUT] = before if is_of_others(module) else None
+        module.forward = MethodType(forward, module)
+        vars(module)["_replicate_for_data_parallel"] = MethodType(_replicate_for_data_parallel, module)
+
+
+def _take_out(module: torch.nn.Module) -> None:
+    """Undoes `_put`. Within another library's forward ours stays, and passes calls on."""
+    own = vars(module).pop(PUT)
+    if not is_of_others(module):
+        vars(module).pop("forward", None)
+        if own is not None:
+            module.forward = own
+    vars(module).pop("_replicate_for_data_parallel", None)
+    forget_copy(module)
+
+
+def _replicate_for_data_parallel(self: Any) -> torch.nn.Module:
+    """The copy of a module that torch.nn.DataParallel calls on another GPU: its forward is of the copy."""
+    found: torch.nn.Module = type(self)._replicate_for_data_parallel(self)
+    if isinstance(self.forward, MethodType):
+        found.forward = MethodType(self.forward.__func__, found)
+    return found
+
+
+def _adapters(base: Any) -> list[Any]:
+    """The configs of PEFT's adapters in a model. One that is added again under its name has another."""
+    return [*(getattr(base, "peft_config", None) or {}).values()]
 
 
 def _class(module: Any) -> str:
     return f"{type(module).__name__} of {type(module).__module__.partition('.')[0]}"
-
-
-def _is_ours(forward: Any) -> bool:
-    return hasattr(forward, "is_of_llmq")
 
 
 def _pattern(name: str) -> str:
@@ -221,7 +239,7 @@ def _found(base: Any, kinds: set[str]) -> tuple[list[Change], dict[str, str]]:
         rule = _rule(base, name, module)
         if rule is None or rule.kind not in kinds:
             continue
-        reason = rule.why_left(module) or _why_left(module, is_model=module is base)
+        reason = rule.why_left(module) or why_left(module)
         if reason is not None:
             left[name] = reason
         else:
@@ -241,11 +259,3 @@ def _rule(base: Any, name: str, module: Any) -> Replacement | None:
     if package.startswith("peft.tuners."):
         return OF_PEFT if hasattr(module, "base_layer") else None
     return None if package.startswith(("torch.nn.", "transformers.activations", "peft.")) else OTHER
-
-
-def _why_left(module: Any, is_model: bool) -> str | None:
-    """For a module of any class."""
-    if "forward" in vars(module) and not is_model:
-        return "its forward was replaced by another library"
-    dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)} - NAMES.keys()
-    return f"its parameters are in {dtypes.pop()}, which llmq's kernels lack: use bf16" if dtypes else None
