@@ -43,6 +43,7 @@ COMMANDS = (
     "llmq-merge",
     "llmq-eval",
     "llmq-plot",
+    "llmq-report",
     "llmq-export-wandb",
 )
 EXTRAS = re.findall(

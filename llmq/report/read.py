@@ -265,20 +265,20 @@ def _held_out(record: Mapping[str, Any]) -> str:
     return json.dumps(dataset.get("eval") if isinstance(dataset, dict) else None)
 
 
-def read_runs(runs: Iterable[Path]) -> list[Log]:
+def read_runs(runs: Iterable[Path], *, begun: bool = True) -> list[Log]:
     """The logs of run folders or log files, or of all runs in a folder of runs that have steps.
 
-    DataError names all that cannot be read or have no steps yet.
+    DataError names all that cannot be read or have no steps yet; those are taken where none need have `begun`.
     """
     logs, problems = [], []
     for path in map(Path, runs):
         inner = [] if any(path.glob("*.jsonl")) else sorted(log.parent for log in path.glob("*/log.jsonl"))
         try:
             found = [read_log(run) for run in inner or [path]]
-            begun = [log for log in found if log.train["step"].size or log.eval["step"].size]
-            if not begun:
+            kept = [log for log in found if log.train["step"].size or log.eval["step"].size]
+            if begun and not kept:
                 raise DataError(f"the log {found[0].path} has no steps yet")
-            logs += begun
+            logs += kept or found
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -335,7 +335,7 @@ def _is_copy(one: Any) -> bool:
     numbers = ("amax", "snr_db", "clipped", "flushed")
     if not isinstance(one, dict) or not isinstance(one.get("name"), str) or not _are_texts(one.get("sites")):
         return False
-    return all(_is_number(one.get(name)) for name in numbers)
+    return all(name in one and _is_number(one[name]) for name in numbers)
 
 
 def _are_texts(value: Any) -> bool:

@@ -11,7 +11,20 @@ import click
 import numpy as np
 import pytest
 
-from llmq.cli import bench, estimate, export_wandb, generate, launch, merge, plot, shell, start, tokenize_data, train
+from llmq.cli import (
+    bench,
+    estimate,
+    export_wandb,
+    generate,
+    launch,
+    merge,
+    plot,
+    report,
+    shell,
+    start,
+    tokenize_data,
+    train,
+)
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.options.commands import BenchOptions
 
@@ -24,10 +37,16 @@ COMMANDS = {
     "estimate": estimate.command,
     "merge": merge.command,
     "plot": plot.command,
+    "report": report.command,
     "tokenize_data": tokenize_data.command,
     "export_wandb": export_wandb.command,
 }
-PATHS = {"plot": {"runs", "output"}, "tokenize_data": {"inputs", "tokenizer", "out_dir"}, "export_wandb": {"log_file"}}
+PATHS = {
+    "plot": {"runs", "output"},
+    "report": {"runs", "out", "bench"},
+    "tokenize_data": {"inputs", "tokenizer", "out_dir"},
+    "export_wandb": {"log_file"},
+}
 
 
 def process(*arguments, first="", **streams):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from sample_files import log_of_llm_q
 
 from llmq.errors import LlmqError
+from llmq.report.page import page
 from llmq.report.plot import plot_runs, summarize, table
 from llmq.report.read import Log, read_runs
 
@@ -115,3 +117,16 @@ def test_plot_takes_or_refuses_any_log(seed, count, tmp_path: Path, monkeypatch:
         table(summarize(logs, 30), 30)
 
     assert 0.1 * count < taken(seed, count, tmp_path / "a.jsonl", plot) < count
+
+
+@pytest.mark.parametrize(("seed", "count"), [("sample", 60), *SWEEP])
+def test_report_takes_or_refuses_any_log(seed, count, tmp_path: Path) -> None:
+    """Its numbers are JSON, and no page has another script than its own."""
+
+    def report(logs: list[Log]) -> None:
+        content = page([*logs, *logs] if len(logs[0].events) % 2 else logs).decode()
+        data = re.findall(r'<script type="application/json" id="data">(.*?)</script>', content)
+        json.loads(data[0], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+        assert content.count("<script") == content.count("</script") == 2 and len(data) == 1
+
+    assert 0.1 * count < taken(seed, count, tmp_path / "a.jsonl", report) < count

@@ -19,6 +19,7 @@ BASE = {
     "llmq-bench": "--device cpu --models tiny_llama3_50m",
     "llmq-bench op": "op --device cpu --models tiny_llama3_50m",
     "llmq-plot": "",
+    "llmq-report": "",
     "llmq-export-wandb": "--offline",
     "llmq-launch": "",
 }
@@ -384,6 +385,28 @@ run.jsonl absent | there is no run folder or log at absent
     ("llmq-plot", 7): r"""
 run.jsonl -o /proc/x.png | /proc/x.png: cannot be written (No such file
 run.jsonl -o text.txt/x.png | is not a folder): choose another folder
+""",
+    ("llmq-report", 2): r"""
+run.jsonl --port 8000 | --port 8000 is for --watch: add it
+run.jsonl --port 70000 --watch | 70000 is not in the range 0<=x<=65535.
+run.jsonl --watch --out x.html | --out x.html is for a file, and --watch serves
+run.jsonl --out '' | it is empty: give a path.
+run.jsonl --bogus | --bogus
+'' | it is empty: give a path.
+""",
+    ("llmq-report", 3): r"""
+absent | there is no run folder or log at absent
+absent --watch | there is no run folder or log at absent
+nothing.txt | nothing.txt is not a log of llmq: its first
+several | the folder several has no log.jsonl, and
+deep.jsonl | the log deep.jsonl is corrupt
+run.jsonl log.txt | the log log.txt is corrupt
+run.jsonl --bench absent | absent cannot be read: No such file
+run.jsonl --bench run.jsonl | run.jsonl is no file of llmq-bench --save
+""",
+    ("llmq-report", 7): r"""
+run.jsonl -o /proc/x.html | /proc/x.html: cannot be written (No such file
+run.jsonl -o text.txt/x.html | is not a folder): choose another folder
 """,
     ("llmq-export-wandb", 2): r"""
 --log-file run.jsonl --run-id 'a b' | --run-id 'a b' is not an id for W&B: use up
