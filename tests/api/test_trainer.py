@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,20 @@ def test_a_stream_is_evaluated_on_other_rows(given):
         assert weights(found) == weights(of_files)
         assert found.history["eval_loss"].tolist() == of_files.history["eval_loss"].tolist()
     assert quiet(given, ROWS, iter(HELD_OUT)).eval_loss == quiet(given, ROWS, HELD_OUT).eval_loss
+
+
+def test_streams_in_two_threads_are_apart(given):
+    given |= {"eval_every_n_steps": 0, "steps": 2}
+
+    def trained(name, *callbacks):
+        rows = ({"text": f"{name} {number}, " * 9} for number in range(60))
+        return weights(quiet({**given, "name": name}, rows, callbacks=callbacks))
+
+    both = threading.Barrier(2, timeout=20)
+    waits = lambda run, record: record.step == 1 and both.wait()  # noqa: E731 -- each is read when both are there
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(trained, ("one", "two"), (waits, waits)))
+    assert found == [trained("one"), trained("two")] and found[0] != found[1]
 
 
 def test_a_stream_is_for_one_gpu(given, monkeypatch):
