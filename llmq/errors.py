@@ -4,11 +4,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+from llmq.redact import redacted
+
 
 class LlmqError(ValueError):
-    """Base of everything that a command reports as one message without a traceback. `exit_code` is the shell's."""
+    """Base of everything that a command reports as one message without a traceback. `exit_code` is the shell's.
+
+    A message has no secrets."""
 
     exit_code = 1
+
+    def __init__(self, *about: object) -> None:
+        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in about))
 
 
 class UsageError(LlmqError):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from llmq.redact import redacted
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -47,7 +49,7 @@ class Screen:
     def line(self, text: str) -> None:
         """One line, flushed, above the bars; what the encoding lacks is escaped. OSError if it cannot be written."""
         encoding = getattr(self.stream, "encoding", None) or "ascii"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = redacted(text).encode(encoding, "backslashreplace").decode(encoding)
         if self._bars is None:
             print(text, file=self.stream, flush=True)
         else:
@@ -61,7 +63,7 @@ class Screen:
 
         `words` formats an amount, as `disk.shown` formats bytes; without it an amount is a number.
         """
-        amount_in_words = words or "{:,}".format
+        amount_in_words, title = words or "{:,}".format, redacted(title)
         began = printed = time.monotonic()
         bar, first = None, (0.0, 0)
 

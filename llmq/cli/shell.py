@@ -1,6 +1,7 @@
 """What all commands share: a user's error is one message and its exit code, never a traceback."""
 
 import errno
+import logging
 import math
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from llmq.errors import INTERRUPTED, LlmqError, MemoryLimitError, StorageError, UsageError
+from llmq.redact import note_secrets, print_redacted, redacted
 
 BROKEN_PIPE = 1  # the reader of our output went away (`llmq-train --help | head -1`): an error message has no reader
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of writing to a full disk
@@ -42,6 +44,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # paths that the terminal's encoding cannot say are escaped, not fatal
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:] if arguments is None else arguments
+    note_secrets("\n".join(arguments))
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # of the time of the imports: see start.py
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,7 +88,7 @@ def _say(message: str) -> None:
     with suppress(OSError):
         sys.stdout.flush()
     with suppress(OSError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {redacted(message)}", file=sys.stderr, flush=True)
 
 
 def _refuse_single_dashes(command: click.Command, arguments: Sequence[str]) -> None:
@@ -162,4 +165,12 @@ version_option = click.option(  # of every command
 
 def main(command: click.Command, arguments: Sequence[str] | None = None) -> None:
     """Runs a command with `arguments`, by default those of the process, and exits with its code."""
+    sys.excepthook = print_redacted
+    logging.setLogRecordFactory(_redacted_record)  # of libraries that log what they ask a server for
     sys.exit(run(command, arguments))
+
+
+def _redacted_record(*about: Any, **more: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*about, **more)
+    record.msg, record.args = redacted(record.getMessage()), ()
+    return record

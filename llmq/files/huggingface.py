@@ -23,6 +23,7 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import tensor_files
 from llmq.files.tensor_files import Piece, Stored, by_kind, cut, write_files
 from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
+from llmq.redact import redacted_in
 from llmq.row import Row
 from llmq.tensor import DTYPES
 
@@ -315,7 +316,7 @@ def write_tensors(path: Path, rows: Sequence[Row], read: Callable[[Row], np.ndar
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(redacted_in(content), indent=2) + "\n", encoding="utf-8")
 
 
 def _resolved(folder: Path) -> Path:

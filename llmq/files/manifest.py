@@ -28,6 +28,7 @@ import llmq
 from llmq.disk import new_file, reading, write_all
 from llmq.errors import DataError, LlmqError, UsageError
 from llmq.files.tensor_files import OUR_NAMES, Shard, Stored, read_rows, read_tensor
+from llmq.redact import redacted_in
 from llmq.tensor import DTYPES
 
 SCHEMA = 2
@@ -160,7 +161,7 @@ def sound(path: Path) -> CheckpointManifest | None:
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Writes it into the folder of a checkpoint whose other files are complete. OSError."""
-    record = {"schema": SCHEMA, "version": llmq.__version__, **asdict(manifest)}
+    record = {"schema": SCHEMA, "version": llmq.__version__, **asdict(manifest), "state": redacted_in(manifest.state)}
     record["sha256"] = hashlib.sha256(canonical(record)).hexdigest()
     with new_file(folder / MANIFEST) as file:
         write_all(file, json.dumps(record, indent=1, allow_nan=False).encode("ascii") + b"\n")

@@ -27,6 +27,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from llmq.disk import beside, existing_folder, storage, write_whole
 from llmq.errors import StorageError
+from llmq.redact import redacted
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 LONGEST_COMMAND = 200  # characters of a command line that are kept
@@ -64,7 +65,7 @@ def this_process() -> str:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         user = str(os.getuid())
-    command = shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]])
+    command = redacted(shlex.join([os.path.basename(sys.argv[0] or "python"), *sys.argv[1:]]))
     if len(command) > LONGEST_COMMAND:
         command = f"{command[: LONGEST_COMMAND - 4]} ..."
     pid, host, since = os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -55,6 +55,7 @@ from llmq.options.run import (
     SystemOptions,
 )
 from llmq.plugins import split, table
+from llmq.redact import note_secrets
 
 VIRTUAL = ("prompt_tuning", "prefix_tuning")
 ALTERNATIVES = (
@@ -141,6 +142,7 @@ class Options:
             mine = {d.field: d for d in descriptions().values() if d.section == name}
             fields = {attribute: values[d.key] for attribute, d in mine.items() if d.key in values}
             sections[name] = build(section_class, fields, mine, errors, places)
+        note_secrets("\n".join(map(str, values.values())))
         errors.extend(_across(sections))
         refuse(errors)
         templates = {key: getattr(sections[section], key) for section, key in PATHS_WITH_NAME}

@@ -47,6 +47,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 import llmq
 from llmq.disk import storage
 from llmq.errors import StorageError
+from llmq.redact import redacted_in
 from llmq.screen import AFTER_S, Report, Screen, Words, fact_lines
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, to_json
 
@@ -250,7 +251,7 @@ class RunLog:
         """Appends one record to the file, if it is open."""
         if self._file is None:
             return
-        record = to_json({"type": kind, "time": round(time.time(), 3), **values})
+        record = redacted_in(to_json({"type": kind, "time": round(time.time(), 3), **values}))
         self._opening = self._opening or record
         with self._storage():
             self._file.write(json.dumps(record, allow_nan=False) + "\n")

@@ -26,6 +26,7 @@ from llmq.hardware import device
 from llmq.options.field import flag
 from llmq.options.parse import changed, plugins_of
 from llmq.plan.plan import Plan
+from llmq.redact import redacted_in
 from llmq.row import Row
 from llmq.screen import counted
 from llmq.training.hooks import Hook, RunView
@@ -152,7 +153,7 @@ def must_match(run: Ready, plan: Plan) -> dict[str, Any]:
 
 def changes(saved: Mapping[str, Any], options: Mapping[str, Any], data: Data) -> list[str]:
     """How the run that continues a checkpoint differs: options, ranks and rows per step."""
-    found = changed(saved["options"], options)
+    found = changed(saved["options"], redacted_in(options))
     sizes = {"ranks": data.world, "rows": data.samples_per_step}
     before = sizes | saved.get("ran_as", {})  # earlier releases do not say it
     names = {"ranks": "ranks", "rows": "rows per step"}
@@ -169,7 +170,7 @@ def begin(run: Ready, engine: Engine, hooks: Sequence[Hook], interrupt: Interrup
         load_weights(run, engine, interrupt)
         log.begin(num_steps=num_steps)
         return
-    saved, now = earlier.state["must_match"], must_match(run, run.plan)
+    saved, now = earlier.state["must_match"], redacted_in(must_match(run, run.plan))
     if "data" in earlier.checkpoints.resets:  # which may then be other data
         now = {name: value for name, value in now.items() if name not in run.data.identity()}
         saved = {name: value for name, value in saved.items() if name in now}

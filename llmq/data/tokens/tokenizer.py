@@ -24,6 +24,7 @@ from llmq.errors import DataError, UsageError
 from llmq.files.hub import model_folder
 from llmq.files.huggingface import tokenizer_files
 from llmq.model.config import read_json
+from llmq.redact import redacted
 
 # Ungated repositories; llm.q has the same short names for the same tokenizers.
 SHORT_NAMES = {"qwen": "Qwen/Qwen2.5-0.5B", "llama": "unsloth/llama-2-7b"}
@@ -224,7 +225,7 @@ class Sidecar(BaseModel, frozen=True):
 
     def write(self, token_file: Path) -> None:
         """Writes this beside `token_file`."""
-        write_whole(sidecar_name(token_file), self.model_dump_json(indent=1).encode() + b"\n")
+        write_whole(sidecar_name(token_file), redacted(self.model_dump_json(indent=1)).encode() + b"\n")
 
     @classmethod
     def read(cls, token_file: Path, num_tokens: int) -> Sidecar | None:
