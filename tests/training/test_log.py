@@ -239,7 +239,6 @@ def test_numbers_that_are_not_finite_are_valid_json(tmp_path: Path) -> None:
     assert records[-1]["also"] == {"5": ["a/b", [0, 1], True]}
     table = read_log(path).train
     assert math.isnan(table["loss"][0]) and table["norm"][0] == math.inf and math.isnan(table["sol"][0])
-    assert "Step 7 changed nothing" in console.getvalue()
 
 
 def test_a_continued_run_supersedes_what_came_after_its_checkpoint(tmp_path: Path) -> None:
