@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ class HeldOut:
         require_one_tokenizer(files, source.tokenizer_folder)
         known = [(file, it) for file in files if (it := Sidecar.read(file.path, file.num_tokens)) is not None]
         folder = source.tokenizer_folder or next((tokenizer_folder(file.path, it) for file, it in known), None)
-        documents = [one for file in files for one in _documents(file, source.config.vocab_size)]
+        vocab = source.config.vocab_size
+        documents = [file.document(number, vocab) for file in files for number in range(file.num_documents)]
         if folder is None:
             return cls(documents, None, ())
         encoder = TextTokenizer.open(str(folder)).encoder
@@ -143,12 +144,6 @@ class HeldOut:
     def first(self, limit: int | None) -> HeldOut:
         """The first `limit` documents alone."""
         return replace(self, documents=self.documents[:limit])
-
-
-def _documents(file: TokenFile, vocab_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    file.check_ids(vocab_size)
-    for start, stop in pairwise(file.document_starts.tolist()):
-        yield file.tokens[start:stop].astype(np.int32), file.trained(start, stop)
 
 
 def measure(
@@ -167,7 +162,7 @@ def measure(
     lines: list[dict[str, Any]] = []
     if of_answers := [name for name in metrics if name in OF_ANSWERS]:
         assert data.decode is not None
-        if not (asked := exercises(data.documents, data.decode)):
+        if not (asked := list(exercises(data.documents, data.decode))):
             raise UsageError(
                 f"{', '.join(of_answers)} are of answers, and no row has a prompt and an answer: give rows that have, "
                 "or leave them out"

@@ -6,7 +6,7 @@ prompt and its answer, and of the last trained turn of a chat. Text, which is tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -27,14 +27,12 @@ class Exercise(NamedTuple):
     reference: str
 
 
-def exercises(documents: Iterable[tuple[np.ndarray, np.ndarray]], decode: Decode) -> list[Exercise]:
+def exercises(documents: Iterable[tuple[np.ndarray, np.ndarray]], decode: Decode) -> Iterator[Exercise]:
     """Those of documents, each its ids (n,) and which of them are trained (n,); none of one that asks nothing."""
-    found = []
     for ids, trained in documents:
         *_, (start, stop) = (0, 0), *runs(trained)
         if start:
-            found.append(Exercise(tuple(ids[:start].tolist()), decode(ids[start:stop].tolist())))
-    return found
+            yield Exercise(tuple(ids[:start].tolist()), decode(ids[start:stop].tolist()))
 
 
 def runs(trained: np.ndarray) -> list[tuple[int, int]]:

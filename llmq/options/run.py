@@ -61,6 +61,9 @@ Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 Metric = Annotated[Literal["eval_loss"], BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value)]
 
 
+AnswerMetric = Literal["exact_match", "bleu", "rouge"]
+
+
 class LogOptions(Section):
     title = "Log and evaluation"
     name: Text = option("", "Name of the run; %n in paths.", "run_name", shown="the last part of --model")
@@ -71,6 +74,15 @@ class LogOptions(Section):
     final_eval: Literal["sample", "all"] = option(
         "sample", "Held-out data of the last evaluation: a sample of --eval-num-steps batches, or all of it."
     )
+    eval_metrics: Annotated[tuple[AnswerMetric, ...], BeforeValidator(with_commas), Field(min_length=1)] | None = (
+        option(
+            None,
+            "Score the model's answers to held-out questions at every evaluation, by names with commas.",
+            shown="off",
+            metavar="[exact_match,bleu,rouge]",
+        )
+    )
+    eval_answers: Positive = option(64, "Most held-out questions that --eval-metrics asks.")
     sample_prompts: Path | None = option(
         None, "Complete this file's prompts (lines of text, or JSON lines) at every evaluation.", shown="off"
     )
@@ -96,6 +108,10 @@ class LogOptions(Section):
         if self.sample_prompts is not None and not self.eval_every_n_steps:
             shows = f"--sample-prompts {self.sample_prompts} shows completions at evaluations"
             yield f"{shows}, and --eval-every-n-steps 0 makes none: leave one of them out"
+        if self.eval_metrics is None and self.eval_answers != 64:
+            yield f"{self.written('eval_answers')} is for --eval-metrics: give that, or leave it out"
+        if self.eval_metrics is not None and self.sample_temperature:
+            yield f"--eval-metrics scores the most likely answers: leave {self.written('sample_temperature')} out"
 
 
 class StoppingOptions(Section):

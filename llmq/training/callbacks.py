@@ -91,6 +91,8 @@ class EarlyStopping(Callback):
                 f"log others with run.log(NAME=value) in a callback's on_evaluate{nearest(self.metric, run.history)}"
             )
         value = float(run.history[self.metric][-1])
+        if math.isnan(value) and self.metric != "eval_loss":
+            return  # what could not be measured says nothing
         gain = self.best - value if self.metric.endswith("loss") else value - self.best
         if math.isfinite(value) and (gain > self.min_delta or math.isnan(self.best)):
             self.best, self.waited = value, 0
@@ -133,13 +135,16 @@ TRACKERS = {"wandb": _wandb, "tensorboard": _tensorboard, "mlflow": _mlflow}
 CALLBACKS: Table[Callable[..., Any]] = table("callback", {"early_stopping": EarlyStopping, **TRACKERS})
 
 
-def named(callbacks: Sequence[Callback | RunFunction], options: StoppingOptions) -> dict[str, Any]:
-    """The callbacks and those that the options ask for, by the names of their classes, with a number from the second of
-    one class on; in the order of calls: early stopping goes by what others log, and trackers end after all of them.
+def named(
+    callbacks: Sequence[Callback | RunFunction], options: StoppingOptions, own: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """A run's own callbacks, those that are given and those that the options ask for, by the names of their classes,
+    with a number from the second of one class on; in the order of calls: early stopping goes by what others log, and
+    trackers end after all of them.
     UsageError for what is none; PluginError."""
     if not isinstance(callbacks, Iterable):
         raise UsageError(f"callbacks is {callbacks!r}: give a list of them")
-    given = [*callbacks, *(CALLBACKS.call(text) for text in options.callback or ())]
+    given = [*own, *callbacks, *(CALLBACKS.call(text) for text in options.callback or ())]
     if (patience := options.early_stopping_patience) is not None:
         given.append(EarlyStopping(patience, options.early_stopping_metric, options.early_stopping_min_delta))
     found, counts = dict[str, Any](), dict[str, int]()

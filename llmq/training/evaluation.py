@@ -31,6 +31,8 @@ from llmq.training.progress import Progress
 from llmq.training.records import EvalRecord, sample_line
 
 if TYPE_CHECKING:
+    from llmq.data.batches.loader import Data
+    from llmq.generation.answers import Exercise
     from llmq.training.finish import RunData
     from llmq.training.ready import Ready
 
@@ -111,7 +113,8 @@ def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:
 @dataclass(frozen=True)
 class SamplePrompts:
     """What the model writes while it trains, drawn at a `temperature` (0: greedily): after prompts of --sample-prompts,
-    if there are any, at most `max_tokens`; and what callbacks ask. `length` are the tokens of a prompt and its answer.
+    if there are any, at most `max_tokens`; what callbacks ask; and the `exercises` of --eval-metrics. `length` are the
+    tokens of a prompt and its answer.
     """
 
     questions: Sequence[Question]
@@ -122,13 +125,16 @@ class SamplePrompts:
     stop: frozenset[int]
     of_callbacks: bool
     temperature: float
+    exercises: Sequence[Exercise] = ()
 
     def completions(self, *, packed: bool) -> Completions:
         """What the plan has to hold for them; `packed`: whether the device can read several prompts in a row."""
-        most = AT_A_TIME if self.of_callbacks else -(-len(self.prompts) // MULTIPLE) * MULTIPLE
+        others = self.of_callbacks or bool(self.exercises)
+        most = AT_A_TIME if others else -(-len(self.prompts) // MULTIPLE) * MULTIPLE
         sequences = min(AT_A_TIME, most)
-        row = row_length([*self.prompts, *[range(self.length - 1)] * self.of_callbacks], sequences)
+        row = row_length([*self.prompts, *[range(self.length - 1)] * others], sequences)
         asked = {"sample_prompts": bool(self.prompts), "sample_length": self.of_callbacks}
+        asked["eval_metrics"] = bool(self.exercises)
         options = tuple(name for name, given in asked.items() if given)
         return Completions(sequences, self.length, row, packed, options, self.temperature)
 
@@ -183,12 +189,12 @@ class SampleHook(Hook):
 def open_samples(
     questions: Sequence[Question], log: RunLog, source: ModelSource, trains: RunData
 ) -> SamplePrompts | None:
-    """The questions, and room for others if callbacks ask some (without either: None), by the model's tokenizer or the
-    data's, and the template of its chats.
+    """The questions, and room for others if callbacks or --eval-metrics ask some (without any: None), by the model's
+    tokenizer or the data's, and the template of its chats.
 
     UsageError for text without a tokenizer, an empty prompt, or more tokens than the model has positions.
     """
-    if not questions and log.sample_length is None:
+    if not questions and log.sample_length is None and not log.eval_metrics:
         return None
     own = source.preset_tokenizer if any(question.tokens is None for question in questions) else None
     named, config, max_tokens = trains.tokenizer or own, trains.config, log.sample_tokens
@@ -209,7 +215,34 @@ def open_samples(
             f"--sample-length {log.sample_length:,} is more than the {config.max_position:,} positions of "
             f"{source.name}: use fewer"
         )
-    length = max([log.sample_length or 0, *(len(prompt) + max_tokens for prompt in prompts)])
+    exercises = _exercises(log, trains.data, reader, max_tokens) if log.eval_metrics else []
+    of_metrics = [len(one.prompt) + trains.data.train.num_virtual + max_tokens for one in exercises]
+    length = max([log.sample_length or 0, *(len(prompt) + max_tokens for prompt in prompts), *of_metrics])
     ends = stop_tokens(config, source.folder, tokenizer)
-    about = (log.sample_length is not None, log.sample_temperature)
+    about = (log.sample_length is not None, log.sample_temperature, exercises)
     return SamplePrompts(questions, prompts, max_tokens, length, reader, ends, *about)
+
+
+def _exercises(log: RunLog, data: Data, reader: PromptReader, max_tokens: int) -> list[Exercise]:
+    """Questions of the held-out documents, spread evenly over them, that --eval-metrics asks; a plan without data has
+    one that is as long as any. UsageError where there are none, and for answers that are no text."""
+    from llmq.generation.answers import Exercise, exercises
+
+    room = data.tokens_per_row
+    if not data.is_there:
+        return [Exercise((0,) * (room - max_tokens), "")]
+    if not reader.has_tokenizer:
+        raise UsageError("--eval-metrics: neither the model nor the data has a tokenizer, which makes text of answers")
+    assert data.eval is not None, "without evaluations it is refused"
+    vocab, files = data.eval.form.vocab_size, data.eval.token_files
+    places = [(file, number) for file in files for number in range(file.num_documents)]
+    step = max(len(places) // log.eval_answers, 1)
+    spread = [*places[::step], *(place for at, place in enumerate(places) if at % step)]
+    found = exercises((file.document(number, vocab) for file, number in spread), reader.text)
+    kept = list(islice((one for one in found if len(one.prompt) < room), log.eval_answers))
+    if not kept:
+        raise UsageError(
+            f"--eval-metrics: no held-out row has a prompt of fewer than {room} tokens and an answer: give rows that "
+            "have, or leave it out"
+        )
+    return kept

@@ -78,6 +78,7 @@ class RunLog:
         self.sample_prompts = None if options.sample_prompts is None else Path(options.sample_prompts)
         self.sample_tokens, self.sample_length = options.sample_tokens, options.sample_length
         self.sample_temperature = options.sample_temperature
+        self.eval_metrics, self.eval_answers = options.eval_metrics, options.eval_answers
         self._every = (options.log_every, options.eval_every_n_steps)
         self._verbosity = options.verbosity
         self._screen = Screen(console)

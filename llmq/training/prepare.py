@@ -150,7 +150,8 @@ def _schedule(start: Start, data: Data) -> Schedule:
     """The schedule; UsageError if the checkpoint is beyond its end, or if it lacks evaluations that are asked for."""
     earlier, checkpoints = start.earlier, start.earlier.checkpoints
     evaluates = data.eval is not None and start.log.eval_due(0, last=True)
-    for name, is_asked in {"--save-best": checkpoints.saves_best, "early stopping": start.stops_early}.items():
+    asked = {"--save-best": checkpoints.saves_best, "early stopping": start.stops_early}
+    for name, is_asked in {**asked, "--eval-metrics": bool(start.log.eval_metrics)}.items():
         if is_asked and data.is_there and not evaluates:
             raise UsageError(
                 f"{name} goes by evaluations, and this run makes none: give evaluation data and --eval-every-n-steps "

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,12 +54,15 @@ def run(
         ranks.on_lost = lambda lost: log.end("failed", error=lost)
         stack.enter_context(_hold(options, log, ranks))
         stack.enter_context(naming_plugins())
-        called = named(callbacks, options.stopping) if ranks.is_first else {}
+        metrics = _answer_metrics(log)
+        called = named(callbacks, options.stopping, metrics) if ranks.is_first else {}
         stops_early = any(isinstance(one, EarlyStopping) for one in called.values())
         prepared = partial(prepare, options, log, ranks, stops_early=stops_early)
         ready = ranks.in_turn(prepared, partial(_choices, has_callbacks=bool(called)))
         if ready.is_dry:
             return TrainResult(plan=ready.plan)
+        for one in metrics:
+            one.asks = ready.samples.exercises if ready.samples else ()
         calls = [Callbacks(called, ready)] if called or ranks.shared.get("callbacks") else []
         _share_algorithms(ready)
         interrupt, saver = Interrupt(), saver_of(ready)
@@ -72,6 +76,11 @@ def run(
                 raise
         stopped_by = REASONS.get(result.exit_code) or next((hook.stopped_by for hook in calls), None)
         return replace(result, stopped_by=stopped_by)
+
+
+def _answer_metrics(log: RunLog) -> list[Any]:
+    """The callback of --eval-metrics, if it is given."""
+    return [import_module("llmq.training.answers").AnswerMetrics(log)] if log.eval_metrics else []
 
 
 def _choices(run: Ready, *, has_callbacks: bool) -> dict[str, Any]:

@@ -267,6 +267,12 @@ class TokenFile:
         self.check_ids(vocab_size, start, stop)
         return self.tokens[start:stop], self.mask_bits is None or self.trained(start + 1, stop)
 
+    def document(self, number: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (n,) int32 of a document, checked, and which of them are trained (n,)."""
+        start, stop = self.document_starts[number : number + 2].tolist()
+        self.check_ids(vocab_size, start, stop)
+        return self.tokens[start:stop].astype(np.int32), self.trained(start, stop)
+
     @cached_property
     def _table(self) -> np.ndarray:
         return self.data[self.header.places.table :].view(CHECKSUM)
