@@ -217,7 +217,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def lost_steps(log: Log) -> Mapping[int, str]:
-    """Steps that changed nothing, as their loss or gradient was not finite: each with what was logged."""
+    """Steps without an update, as their loss or gradient was not finite or a spike: each with what was logged."""
     train = log.train
     lost = ~(np.isfinite(train["loss"]) & np.isfinite(train["norm"])) | (train["applied"] == 0)
     rows = np.flatnonzero(lost & (np.isfinite(train["applied"]) | ~np.isnan(train["loss"])))

@@ -17,6 +17,7 @@ from llmq.options.parse import descriptions
 from llmq.report.charts import elapsed_s, is_number, lost_steps, strides, tokens_so_far
 from llmq.report.read import Log
 from llmq.training.fp8 import LEAST_SNR_DB
+from llmq.training.log import GOING_BACK
 from llmq.training.records import answer_of, asked_of
 
 LAST = 30  # steps at the end that the training loss is the mean of
@@ -70,14 +71,16 @@ def summary(log: Log) -> list[Fact]:
             duration(seconds[-1]) if seconds.size else UNKNOWN,
             f"{_count(tokens[-1])} tokens" if tokens.size else "",
         ),
-        Fact("Trouble", f"{warned:,}" if warned else "none", f"{lost:,} steps not finite" if lost else "warnings"),
+        Fact(
+            "Trouble", f"{warned:,}" if warned else "none", f"{lost:,} steps without an update" if lost else "warnings"
+        ),
     ]
     return facts if warned or lost else facts[:-1]
 
 
 def _end(log: Log) -> Mapping[str, Any] | None:
     """The record of the run's end, if nothing came after it."""
-    last = [event for event in log.events if event["type"] in ("end", "resume")]
+    last = [event for event in log.events if event["type"] in ("end", *GOING_BACK)]
     return last[-1] if last and last[-1]["type"] == "end" else None
 
 
@@ -231,6 +234,8 @@ def _told(event: Mapping[str, Any]) -> str:
         return cut(event["path"])
     if kind == "resume":
         return f"continued from the checkpoint of step {event['step']:,}"
+    if kind == "rollback":
+        return f"went back to what it was after step {event['step']:,}"
     facts = {name: value for name, value in event.items() if name not in ("type", "time", "step")}
     if kind == "end":
         reason = text(facts.pop("reason", None) or "ended")

@@ -23,6 +23,7 @@ from llmq.disk import write_whole
 from llmq.errors import DataError
 from llmq.report import charts, facts
 from llmq.report.read import Log, labels
+from llmq.training.log import GOING_BACK
 
 FOLDER = Path(__file__).parent / "html"
 SECTIONS = {
@@ -129,10 +130,10 @@ def _run(log: Log, label: str, place: int) -> dict[str, Any]:
 
 
 def _marks(log: Log) -> dict[str, list[int]]:
-    """Steps that charts mark: where the run was resumed, and those that were not finite."""
+    """Steps that charts mark: where the run was resumed or went back to, and those without an update."""
     lost = [*charts.lost_steps(log)]
     every = -(-len(lost) // MOST_LOST) or 1
-    return {"resumed": [event["step"] for event in log.events if event["type"] == "resume"], "lost": lost[::every]}
+    return {"resumed": [event["step"] for event in log.events if event["type"] in GOING_BACK], "lost": lost[::every]}
 
 
 @cache

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,11 +19,13 @@ import numpy as np
 import pytest
 import sample_files
 from test_mutants import whole
+from tiny_runs import tiny_options
 
+import llmq
 from llmq.cli import report, shell
 from llmq.errors import DataError
-from llmq.report import charts, facts, serve
-from llmq.report.page import page, read_ladders
+from llmq.report import callback, charts, facts, serve
+from llmq.report.page import page, read_ladders, write_report
 from llmq.report.read import Log, read_log, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +186,7 @@ def test_what_is_not_finite_is_shown_as_such(tmp_path: Path) -> None:
     log = read_log(sample_files.write_run(tmp_path / "a", [2.0, math.nan, 3.0], {2: math.inf}))
     found = Parsed(page([log]))
     assert series(found.data, "loss")[0]["v"] == [2, None, 3] and found.data["axes"][0]["lost"] == [2]
-    assert "1 steps not finite" in found.text and "step changed nothing: loss nan" in found.text
+    assert "1 steps without an update" in found.text and "step changed nothing: loss nan" in found.text
     assert "inf" in found.text
 
 
@@ -217,6 +220,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert shell.run(report.command, ["a.jsonl", "a.jsonl"]) == 0 and capsys.readouterr().out == "report.html\n"
     assert "2 runs" in Parsed(Path("report.html").read_bytes()).text
     assert shell.run(report.command, ["a.jsonl", "-o", "new/x.html"]) == 0 and Path("new/x.html").exists()
+
+
+def test_a_run_writes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At evaluations while that is cheap, and at the end; what cannot be written is a warning of the run."""
+    monkeypatch.chdir(tmp_path)
+    given = {**tiny_options(tmp_path), "steps": 6, "eval_every_n_steps": 2}
+    written: list[int] = []
+
+    def note(logs: list[Log], out: Path) -> Path:
+        written.append(logs[0].last_step)
+        return write_report(logs, out)
+
+    monkeypatch.setattr(callback, "write_report", note)
+    result = llmq.train(**given, callbacks=[callback.Report()])
+    found = Parsed((result.log_path.parent / "report.html").read_bytes())
+    assert "finished" in found.text and found.data["axes"][0]["step"][-1] == 6 and written == [2, 6]
+    blocked = llmq.train(**{**given, "name": "b"}, callbacks=[callback.Report("train.bin/x.html")])
+    assert blocked.steps == 6 and "report is not written" in blocked.warnings[0]
+    named = re.search(r'^"callback.report" = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert named and EntryPoint("", named[1], "").load() is callback.Report
 
 
 @pytest.fixture
