@@ -143,7 +143,7 @@ class Quantized:
 
 def rmsnorm(res: Array, weight: Array, *, eps: float, **memory: Unpack[Lent]) -> tuple[Array, Array]:
     """x (...,C), rstd (...) <- res (...,C), weight (C,): res * rstd * weight, rstd = 1 / sqrt(mean(res^2) + eps)."""
-    return _RMSNORM(res, weight, eps=eps, **memory)
+    return _RMSNORM(res, weight, numbers={"eps": eps}, **memory)
 
 
 def rmsnorm_backward(
@@ -171,14 +171,16 @@ def rope(
 
     Query and key heads are turned: channel i of a head's first half and of its second half are a pair. out may be qkv.
     """
-    return _ROPE(qkv, table, positions, num_heads=num_heads, num_kv_heads=num_kv_heads, **memory)
+    numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return _ROPE(qkv, table, positions, numbers=numbers, **memory)
 
 
 def rope_backward(
     d_out: Array, table: Array, positions: Array, *, num_heads: int, num_kv_heads: int, **memory: Unpack[Lent]
 ) -> Array:
     """d_qkv <- d_out (B,T,(Hq+2Hkv)*Hd), table, positions as in `rope`. out may be d_out."""
-    return _ROPE_BACKWARD(d_out, table, positions, num_heads=num_heads, num_kv_heads=num_kv_heads, **memory)
+    numbers = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    return _ROPE_BACKWARD(d_out, table, positions, numbers=numbers, **memory)
 
 
 def rope_heads(q: Array, k: Array, cos: Array, sin: Array, **memory: Unpack[Lent]) -> tuple[Array, Array]:
@@ -224,7 +226,7 @@ def attention(
     """
     packed = operand(qkv, "qkv")  # beside qkv, which keeps its memory
     numbers = _attention_numbers(packed.shape, num_heads, num_kv_heads, window, scale)
-    return _ATTENTION[borders is not None](packed, borders, **numbers, **memory)
+    return _ATTENTION[borders is not None](packed, borders, numbers=numbers, **memory)
 
 
 def attention_backward(
@@ -243,7 +245,7 @@ def attention_backward(
     """d_qkv like qkv <- d_att, att (B,T,Hq*Hd), qkv, lse and the rest as in `attention`."""
     packed = operand(qkv, "qkv")  # beside qkv, which keeps its memory
     numbers = _attention_numbers(packed.shape, num_heads, num_kv_heads, window, scale)
-    return _ATTENTION_BACKWARD[borders is not None](d_att, packed, att, lse, borders, **numbers, **memory)
+    return _ATTENTION_BACKWARD[borders is not None](d_att, packed, att, lse, borders, numbers=numbers, **memory)
 
 
 def _attention_numbers(
@@ -275,7 +277,7 @@ def linear(
     arrays are quantized with `scaling` (current, rowwise or blockwise) into temporaries.
     """
     copies = _copy("x", x, "row"), _copy("weight", weight, "row")
-    return maps.LINEAR(*copies, bias, residual, **_precision(dtype, scaling, x, weight), **memory)
+    return maps.LINEAR(*copies, bias, residual, numbers=_precision(dtype, scaling, x, weight), **memory)
 
 
 def linear_backward(
@@ -303,7 +305,8 @@ def linear_backward(
         _copy("x", x, "col") if "weight" in needs else None,
         _copy("weight", weight, "col") if "x" in needs else None,
     )
-    return maps.LINEAR_BACKWARD(*inputs, wanted=wanted, **_precision(dtype, scaling, d_y, x, weight), **memory)
+    numbers = _precision(dtype, scaling, d_y, x, weight)
+    return maps.LINEAR_BACKWARD(*inputs, numbers=numbers, wanted=wanted, **memory)
 
 
 def linear_cross_entropy(
@@ -326,7 +329,8 @@ def linear_cross_entropy(
     wanted = _needed(needs, x="d_x", weight="d_weight") | {"loss"}
     if chunk is not None and chunk < 1:
         raise UsageError(f"linear_cross_entropy: a chunk of {chunk} tokens is none: use 1 or more, or None")
-    return maps.HEAD(x, weight, targets, wanted=wanted, chunk=chunk, z_loss=z_loss, vocab_size=vocab_size, **memory)
+    numbers = {"chunk": chunk, "z_loss": z_loss, "vocab_size": vocab_size}
+    return maps.HEAD(x, weight, targets, numbers=numbers, wanted=wanted, **memory)
 
 
 def quantize(
@@ -349,7 +353,8 @@ def quantize(
     values = operand(x, "x")  # beside x, which keeps its memory
     wanted = LAYOUTS[layout] - (frozenset() if SCALINGS[scaling].owns_scales or layout != "both" else {"columns_scale"})
     into = None if out is None else (out.rows, out.rows_scale, out.columns, out.columns_scale)
-    found = maps.QUANTIZE(values, wanted=wanted, out=into, allocate=allocate, format=format, scaling=scaling)
+    numbers = {"format": format, "scaling": scaling}
+    found = maps.QUANTIZE(values, numbers=numbers, wanted=wanted, out=into, allocate=allocate)
     rows, rows_scale, columns, columns_scale = found
     shared = rows_scale if "columns" in wanted and columns_scale is None else columns_scale
     return Quantized(rows, columns, rows_scale, shared, format, scaling, values.shape, values.dtype)

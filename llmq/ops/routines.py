@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,10 +135,10 @@ class Routine:
     def __call__(
         self,
         *inputs: Any,
+        numbers: Numbers = MappingProxyType({}),
         wanted: frozenset[str] | None = None,
         out: Any = None,
         allocate: Allocate = None,
-        **numbers: Any,
     ) -> Any:
         """Runs it on arrays, copies and None: a tuple of its results, None for those not `wanted`, or the only one."""
         read: list[Any] = []

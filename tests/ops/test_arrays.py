@@ -241,6 +241,11 @@ MISTAKES = {
 }
 
 
+def test_an_unknown_keyword_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'output'"):
+        ops.swiglu(normal(2, 4), output=normal(2, 2))
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_with_its_fix(mistake):
     run, message = MISTAKES[mistake]
