@@ -32,6 +32,7 @@ def model(tmp_path_factory):
     tokenizer.post_processor = None
     save(tokenizer, folder, {"eos_token": EOS, "chat_template": TEMPLATE})
     config = {**families.FAMILIES["llama3"], "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 256}
+    config |= {"hidden_size": 64, "intermediate_size": 96}  # what a GPU takes
     config |= {"eos_token_id": tokenizer.token_to_id(EOS), "bos_token_id": None, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(families.weights(config), folder / "model.safetensors")
@@ -153,3 +154,40 @@ def test_what_cannot_be_measured_is_refused(measured, monkeypatch, rows, argumen
     monkeypatch.setattr(answers, "find_spec", lambda name: None)
     code, said = measured(rows, *arguments)
     assert code in (2, 3) and match in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 0.03)])
+def test_a_gpu_measures_as_the_cpu(measured, dtype, bound):
+    asked = ("--metrics=loss,bits_per_byte,accuracy,exact_match", "--max-tokens=6")
+    right, found = measured(ROWS, *asked), measured(ROWS, *asked, "--device=cuda", f"--dtype={dtype}")
+    assert found["loss"] == pytest.approx(right["loss"], rel=bound)
+    assert found["bits_per_byte"] == pytest.approx(right["bits_per_byte"], rel=bound)
+    assert abs(found["accuracy"] - right["accuracy"]) <= (0 if dtype == "fp32" else 0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 0.3)])
+def test_a_gpu_answers_requests_as_the_cpu(model, dtype, bound):
+    """Of choices that share what is read, of others, of whole texts, and written."""
+    pytest.importorskip("lm_eval", reason="the extra harness is not installed")
+    from lm_eval.api.instance import Instance
+
+    from llmq.evaluation.harness import HarnessModel
+
+    pairs = [(row["prompt"], choice) for row in ROWS for choice in ("a", "b", " ships", row["completion"])]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    whole = [Instance("loglikelihood_rolling", {}, (row["completion"] * 20,), 0) for row in ROWS]
+    until = [Instance("generate_until", {}, (row["prompt"], {"until": ["s"], "max_gen_toks": 6}), 0) for row in ROWS]
+    found = {}
+    for device, held in (("cpu", "fp32"), ("cuda", dtype)):
+
+        def load(seq_len, device=device, held=held):
+            return llmq.load(model, device=device, dtype=held, batch_size=2, seq_len=seq_len)
+
+        answering = HarnessModel(load, model, max_length=128, batch_size=2)
+        scores = [score for score, _ in answering.loglikelihood(asked)]
+        texts = answering.generate_until(until)
+        found[device] = [*scores, *answering.loglikelihood_rolling(whole)], texts
+    np.testing.assert_allclose(found["cuda"][0], found["cpu"][0], rtol=bound / 10, atol=bound)
+    assert dtype != "fp32" or found["cuda"][1] == found["cpu"][1]
