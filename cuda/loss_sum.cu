@@ -1,4 +1,4 @@
-// The sum of losses in the fixed tree of the reference, and the number of trained tokens.
+// The sum of losses in the fixed tree of the reference, and the numbers of trained tokens and of hits.
 //
 // The tree: losses padded with zeros to a power of two; the second half is added to the first until one is left. `fold`
 // does five levels of it in registers, over a grid, for more losses than `finish`, one block, takes.
@@ -30,13 +30,14 @@ extern "C" __global__ void __launch_bounds__(256) fold(float* to, const float* f
     if (i < size) to[i] = folded([&](i64 at) { return at < count ? from[at] : 0.0f; }, i, size);
 }
 
-// total (1,), tokens (1,) <- values (count,), whose tree has `size` leaves: at most 32 * HELD; targets (num_targets,)
+// total, tokens, num_hits (1,) <- values (count,), whose tree has `size` leaves: at most 32 * HELD; targets and, where
+// num_hits is wanted, hits (num_targets,)
 extern "C" __global__ void __launch_bounds__(THREADS)
-    finish(float* total, int* tokens, const float* values, const int* targets, int size, i64 count, i64 num_targets,
-           int add_total, int add_tokens) {
+    finish(float* total, int* tokens, int* num_hits, const float* values, const int* targets, const int* hits,
+           int size, i64 count, i64 num_targets, int add_total, int add_tokens, int add_hits) {
     __shared__ float tree[HELD];
-    __shared__ int trained;
-    if (threadIdx.x == 0) trained = 0;
+    __shared__ int trained, found;
+    if (threadIdx.x == 0) trained = found = 0;
     int num_values = static_cast<int>(count);  // no more than `size`; 64 bits each for 32 addresses would not fit
     auto at = [&](int i) { return i < num_values ? values[i] : 0.0f; };
     int small = size >= 32 ? size / 32 : size;
@@ -46,11 +47,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = threadIdx.x; i < half; i += THREADS) tree[i] += tree[i + half];
     }
     __syncthreads();
-    int own = 0;
-    for (i64 i = threadIdx.x; i < num_targets; i += THREADS) own += targets[i] != IGNORED;
+    int own = 0, own_hits = 0;
+    for (i64 i = threadIdx.x; i < num_targets; i += THREADS) {
+        own += targets[i] != IGNORED;
+        if (num_hits) own_hits += hits[i];
+    }
     atomicAdd(&trained, own);
+    if (num_hits) atomicAdd(&found, own_hits);
     __syncthreads();
     if (threadIdx.x) return;
     if (total) *total = add_total ? *total + tree[0] : tree[0];
     if (tokens) *tokens = add_tokens ? *tokens + trained : trained;
+    if (num_hits) *num_hits = add_hits ? *num_hits + found : found;
 }

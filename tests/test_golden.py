@@ -87,7 +87,7 @@ def test_f32_gradients_and_loss(family):
     tokens, targets = families.batch(families.VOCAB, 1)
     errors = relative_errors(sketches(gradients(run, tokens, targets)), under("grad/", right))
     assert worst(errors) < (1e-5, "")
-    loss, count = run.evaluate(Batch(tokens, targets))
+    loss, count, _ = run.evaluate(Batch(tokens, targets))
     assert count == np.count_nonzero(targets != -100)
     assert loss / count == pytest.approx(right["loss"][0], rel=1e-6)
 
@@ -241,7 +241,7 @@ def test_step_without_trained_tokens(precision):
     nothing = np.full_like(targets, -100)
     run.warm_up(Batch(tokens, targets))
     start = parameters(run)
-    assert run.evaluate(Batch(tokens, nothing)) == (0.0, 0)
+    assert run.evaluate(Batch(tokens, nothing)) == (0.0, 0, 0)
     run.micro_step(Batch(tokens, nothing))
     assert not any(run.gradient(row.name).astype(np.float32).any() for row in run.plan.rows)
     result = run.update(1, 0.25)

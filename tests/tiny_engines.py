@@ -158,7 +158,7 @@ def next_logits(engine: Engine, tokens: np.ndarray) -> np.ndarray:
     def wrap(name: str, op: Op) -> Op:
         def call(*handles: Any, **numbers: Any) -> None:
             if name == "cross_entropy":
-                array = handles[2].array
+                array = handles[3].array
                 found.append(np.array(array.get() if hasattr(array, "get") else array))
             op(*handles, **numbers)
 

@@ -119,7 +119,7 @@ class Scored(LogitsReader):
         batch, rows = at.a.batch, (0, at.count)
         d_logits, logits = at.d.logits.chunk(*rows), at.a.logits.chunk(*rows)  # a gradient that is never made
         ops.cross_entropy(
-            d_logits, batch.loss, logits, batch.tokens.flat(*rows), vocab_size=self.vocab_size, z_loss=0.0
+            d_logits, batch.loss, None, logits, batch.tokens.flat(*rows), vocab_size=self.vocab_size, z_loss=0.0
         )
 
 

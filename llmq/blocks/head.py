@@ -27,7 +27,9 @@ class Chunk:
 
 
 class LogitsReader:
-    """What is made of logits."""
+    """What is made of logits. `counts` are the numbers of tokens that it sums, beside the losses, by name."""
+
+    counts: tuple[str, ...] = ("tokens",)
 
     def slots(self, logits: Slot) -> tuple[Slot, ...]:
         """Intermediates of a chunk with these logits: none."""
@@ -42,24 +44,27 @@ class LogitsReader:
 
 
 class CrossEntropy(LogitsReader):
-    """The loss -log p of the targets, and `z_loss` times the squared log-partition. a.loss (B,T) per token."""
+    """The loss -log p of targets, and `z_loss` times the squared log-partition: a.loss, a.hits (B,T) per token."""
+
+    counts = ("tokens", "hits")
 
     def __init__(self, vocab_size: int, z_loss: float) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": z_loss}
 
     def forward(self, ops: Ops, at: Chunk) -> None:
-        """at.d.logits, the tokens' losses <- at.a.logits, targets."""
-        ops.cross_entropy(at.d.logits, at.of(at.a.loss), at.a.logits, at.of(at.a.batch.targets), **self.numbers)
+        """at.d.logits, the tokens' losses and hits <- at.a.logits, targets."""
+        of_tokens = (at.of(at.a.loss), at.of(at.a.hits))
+        ops.cross_entropy(at.d.logits, *of_tokens, at.a.logits, at.of(at.a.batch.targets), **self.numbers)
 
     def total(self, ops: Ops, a: Slots) -> None:
-        """The sums of losses and of trained tokens."""
-        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+        """The sums of losses, trained tokens and hits."""
+        ops.loss_sum(a.total.loss, a.total.tokens, a.total.hits, a.loss, a.batch.targets, a.hits)
 
 
 class Head:
     """What `reader` makes of the logits W rmsnorm(res), chunk by chunk.
 
-    res, x (B,T,C); loss (B,T) of each token; logits of a chunk (B*T/num_chunks, Vp).
+    res, x (B,T,C); loss, hits (B,T) of each token; logits of a chunk (B*T/num_chunks, Vp).
     """
 
     def __init__(
@@ -72,7 +77,8 @@ class Head:
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
         x = Slot("x", (b, t, self.c))
-        of_batch = (x, Slot("rstd", (b, t), (), "stat"), Slot("loss", (b, t), (), "stat"), *self.site.slots(x))
+        of_tokens = (Slot("loss", (b, t), (), "stat"), Slot("hits", (b, t), (), "int32"))
+        of_batch = (x, Slot("rstd", (b, t), (), "stat"), *of_tokens, *self.site.slots(x))
         logits = self.logits(b, t)
         of_chunk = (logits, *self.reader.slots(logits))
         return (*of_batch, *(replace(slot, name=f"{slot.name}{end}") for end in self.ends for slot in of_chunk))

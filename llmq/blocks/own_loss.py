@@ -27,4 +27,4 @@ class OwnLoss(LogitsReader):
 
     def total(self, ops: Ops, a: Slots) -> None:
         """The sums of losses and of trained tokens."""
-        ops.loss_sum(a.total.loss, a.total.tokens, a.loss, a.batch.targets)
+        ops.loss_sum(a.total.loss, a.total.tokens, None, a.loss, a.batch.targets, None)

@@ -18,7 +18,7 @@ class TargetScores(LogitsReader):
     def forward(self, ops: Ops, at: Chunk) -> None:
         """Those of a chunk <- at.a.logits, targets. The gradient is never made."""
         batch = at.a.batch
-        ops.cross_entropy(at.d.logits, at.of(batch.score), at.a.logits, at.of(batch.targets), **self.numbers)
+        ops.cross_entropy(at.d.logits, at.of(batch.score), None, at.a.logits, at.of(batch.targets), **self.numbers)
 
 
 class WholeLogits(LogitsReader):

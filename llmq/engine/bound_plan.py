@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -207,8 +208,10 @@ class BoundPlan:
         with self._explained():
             return self._memory.start_read(storage_name(ref))
 
-    def _read_scalars(self, *refs: Ref) -> list[float]:
-        return self._memory.read_scalars([storage_name(ref) for ref in refs])
+    def _numbers(self, cells: Any, *names: str) -> dict[str, float]:
+        """The numbers in cells by name, of those that the plan has."""
+        refs = {name: ref for name in names if (ref := getattr(cells, name, None)) is not None and self._has(ref)}
+        return dict(zip(refs, self._memory.read_scalars([*map(storage_name, refs.values())]), strict=True))
 
     def _fill(self, ref: Ref, value: float) -> None:
         self._memory.fill(storage_name(ref), value)

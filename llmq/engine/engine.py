@@ -7,6 +7,7 @@ import numpy as np
 
 from llmq.data.batches.batch import Batch
 from llmq.engine.stored import TrainedPlan
+from llmq.engine.token_sums import TokenSums
 from llmq.model.rope import document_positions
 from llmq.plan.observe import FIELDS, STRIDE
 from llmq.plan.plan import SCALE_STRIDE
@@ -21,7 +22,7 @@ MICRO_STEPS = {(True, True): "only", (True, False): "first", (False, False): "mi
 class StepResult:
     """A finished optimizer step: mean loss per trained token, norm of its gradient, whether it was applied, and the
     largest `request` of all ranks. `sent_error` is |sent - gradient| / |gradient| of the compressed gradients that this
-    rank has sent, None if it sends none."""
+    rank has sent, None if it sends none; `accuracy` that of `TokenSums`."""
 
     loss: float
     norm: float
@@ -29,6 +30,7 @@ class StepResult:
     applied: bool
     request: int = 0
     sent_error: float | None = None
+    accuracy: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -70,19 +72,17 @@ class Engine(TrainedPlan):
         cells, agreed = self._cells, self._cells.agreed
         if not self.plan.spec.memory.fused:
             self._begin_update(step, learning_rate)
-        if is_asked := self._has(agreed.request):
+        if self._has(agreed.request):
             self._fill(cells.request, request)
         self.change("update")
-        asked = [agreed.request] if is_asked else []
-        loss, tokens, norm, applied, *largest = self._read_scalars(
-            agreed.loss, agreed.tokens, cells.norm, cells.apply, *asked
-        )
+        found = self._numbers(agreed, "loss", "tokens", "norm", "apply", "request", "hits")
         sent_error = None
         if self._has(SENT_ERROR):
             _, power, noise, *_ = (float(value) for value in self.read(SENT_ERROR))
             sent_error = math.sqrt(noise / power) if power else 0.0
-        about = (int(largest[0]) if is_asked else request, sent_error)
-        return StepResult(loss / max(tokens, 1.0), norm, int(tokens), applied != 0, *about)
+        tokens, hits = max(found["tokens"], 1.0), found.get("hits")
+        about = (int(found["tokens"]), found["apply"] != 0, int(found.get("request", request)), sent_error)
+        return StepResult(found["loss"] / tokens, found["norm"], *about, None if hits is None else hits / tokens)
 
     def warm_up(self, batch: Batch) -> int:
         """Where delayed scales have seen no batch yet, repeats this one without updating until none changes any more;
@@ -114,13 +114,12 @@ class Engine(TrainedPlan):
         self.run("observe")
         return self.read(self._cells.quantization_error).reshape(-1, STRIDE)[:, :FIELDS]
 
-    def evaluate(self, batch: Batch) -> tuple[float, int]:
-        """Sum of losses and number of trained tokens of a batch."""
+    def evaluate(self, batch: Batch) -> TokenSums:
+        """The sums over the tokens of a batch."""
         self.gather()
         self.feed(batch)
         self.run("evaluate")
-        loss, tokens = self._read_scalars(self._cells.evaluated.loss, self._cells.evaluated.tokens)
-        return loss, int(tokens)
+        return TokenSums.of(self._numbers(self._cells.evaluated, "loss", "tokens", "hits"))
 
     def change(self, name: str) -> None:
         """Runs a program of the plan that changes weights, which of many ranks are then no longer whole."""

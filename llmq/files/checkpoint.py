@@ -25,14 +25,14 @@ from llmq.disk import remove_folder, storage
 from llmq.errors import DataError, UsageError
 from llmq.files.manifest import MANIFEST, CheckpointManifest, Reader, canonical, found, read_manifest, sound
 from llmq.files.tensor_files import ByteCount, verify
-from llmq.files.writers import Keep, best_of, remove_unfinished
+from llmq.files.writers import Keep, best_of, gain, remove_unfinished
 from llmq.screen import StartTask, unshown
 
 if TYPE_CHECKING:
     from llmq.options.run import CheckpointOptions
 
 NEWEST, AUTO = "newest", "auto"
-EVAL_LOSS = "eval/loss"  # as manifests name it
+METRICS = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy"}  # as manifests name them
 SAVE_NOW = "save"  # the file beside the checkpoint folder that asks a run for a checkpoint
 Warn = Callable[[str], None]
 MOST_NAMED = 10  # differences from a checkpoint
@@ -43,11 +43,11 @@ class Checkpoints:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self.folder = Path(options.checkpoint_dir)
-        self.keep = Keep(options.ckpt_keep_n, options.ckpt_major, EVAL_LOSS if options.save_best else None)
+        self.keep = Keep(options.ckpt_keep_n, options.ckpt_major, METRICS.get(options.save_best or ""))
         self.resets = frozenset(options.reset or ())
         self._interval = options.ckpt_interval
         self._continue = options.continue_
-        self._best = math.inf
+        self._best: float | None = None
 
     @property
     def starts_anew(self) -> bool:
@@ -63,11 +63,14 @@ class Checkpoints:
         """Whether to save after the update `step` (from 1): each n-th one, multiples of --ckpt-major, the last one."""
         return last or (self._interval > 0 and step % self._interval == 0) or self.keep.spares(step)
 
-    def improves(self, eval_loss: float) -> bool:
+    def improves(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best that a checkpoint was saved for, if that is kept; it then counts."""
-        if not self.saves_best or not eval_loss < self._best:
+        metric = self.keep.best
+        if metric is None or (value := metrics.get(metric)) is None:
             return False
-        self._best = eval_loss
+        if self._best is not None and gain(metric, value, self._best) <= 0:
+            return False
+        self._best = value
         return True
 
     def asked(self) -> bool:
@@ -85,8 +88,9 @@ class Checkpoints:
         """
         if writes and self.folder.is_dir():
             remove_unfinished(self.folder)
-        if best := best_of(filter(None, map(sound, found(self.folder).values())), EVAL_LOSS):
-            self._best = best.metrics[EVAL_LOSS]
+        kept = self.keep.best
+        if kept and (best := best_of(filter(None, map(sound, found(self.folder).values())), kept)):
+            self._best = best.metrics[kept]
         return None if self._continue is None else find(self.folder, self._continue, warn, task, verified=writes)
 
     def refuse_earlier(self) -> None:

@@ -200,10 +200,15 @@ def remove_unfinished(folder: Path) -> None:
             disk.remove_leftovers(folder / name)
 
 
+def gain(metric: str, value: float, than: float) -> float:
+    """By how much a value of a metric is better than another one: lower if its name ends in `loss`, else higher."""
+    return than - value if metric.endswith("loss") else value - than
+
+
 def best_of(manifests: Iterable[CheckpointManifest], metric: str) -> CheckpointManifest | None:
-    """The checkpoint with the lowest value of a metric, the earlier one of two that are alike."""
+    """The checkpoint with the best value of a metric, the earlier one of two that are alike."""
     known = [manifest for manifest in manifests if metric in manifest.metrics]
-    return min(known, key=lambda manifest: (manifest.metrics[metric], manifest.save), default=None)
+    return max(known, key=lambda manifest: (gain(metric, manifest.metrics[metric], 0), -manifest.save), default=None)
 
 
 def _rotate(newest: Path, keep: Keep) -> None:

@@ -61,7 +61,7 @@ class Updater:
             count = num_norm_tiles(grad.shape)
             ops.sum_squares(cells["partials"].flat(first, count), grad)
             first += count
-        agreed = ranks.agree(ops, cells, "partials", "loss", "tokens", "request", "amax")
+        agreed = ranks.agree(ops, cells, "partials", "loss", "tokens", "hits", "request", "amax")
         scale = cells["grad_scale"]
         if hyper.clips_by_last:
             ops.last_norm_scale(cells["last_norm"], scale, None, *before(cells, agreed), grad_clip=hyper.grad_clip)

@@ -114,7 +114,8 @@ def _head(operands: Operands) -> None:
         is_trained = d_x.wanted or d_weight.wanted
         d_logits = Output("d_logits", logits.shape, operands.dtype, (logits,) if is_trained else ())
         ids, losses = (_some(x, start, size) for x in (targets, *loss.tensors))
-        operands.ops["cross_entropy"](d_logits, replace(loss, shape=(size,), tensors=(losses,)), logits, ids, **numbers)
+        written = (d_logits, replace(loss, shape=(size,), tensors=(losses,)), UNWANTED)
+        operands.ops["cross_entropy"](*written, logits, ids, **numbers)
         if d_x.wanted:
             operands.ops["linear_dgrad"](d_x.chunk(start, size), narrow, weight, None)
         if d_weight.wanted:

@@ -58,7 +58,9 @@ Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
 # What releases before this called eval/loss is the eval_loss of logs and of Python.
-Metric = Annotated[Literal["eval_loss"], BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value)]
+Metric = Annotated[
+    Literal["eval_loss", "eval_accuracy"], BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value)
+]
 
 
 AnswerMetric = Literal["exact_match", "bleu", "rouge"]
@@ -131,7 +133,7 @@ class StoppingOptions(Section):
         None, "Stop when the metric has not improved in N evaluations in a row.", "patience", shown="off"
     )
     early_stopping_metric: Text = option(
-        "eval_loss", "What must improve: eval_loss, or a number that a callback logs.", metavar="NAME"
+        "eval_loss", "What must improve: eval_loss, eval_accuracy, or a number that a callback logs.", metavar="NAME"
     )
     early_stopping_min_delta: NonNegative = option(0.0, "Least difference that counts as an improvement.")
 

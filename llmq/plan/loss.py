@@ -11,7 +11,7 @@ import numpy as np
 from llmq.blocks.head import CrossEntropy, LogitsReader
 from llmq.blocks.own_loss import OwnLoss
 from llmq.errors import UsageError
-from llmq.ops.reference.cross_entropy import OWN_ARRAYS
+from llmq.ops.reference.own_loss import OWN_ARRAYS
 from llmq.plugins import Table, called, split, table
 from llmq.tensor import DTYPES, IGNORED
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from llmq.blocks.head import LogitsReader
 from llmq.model import fused_update, optimizer
 from llmq.model.decoder import Model
 from llmq.model.limited_update import LimitedUpdater
@@ -91,7 +92,7 @@ class Recordings:
         shares = self._shards if world.states else None
         self.tracked = spec.adapters.tracked(self.rows, p.stat, shares)
         self.ranks: Any = ManyRanks(self._shards.tiles()) if self._shards else Alone()
-        self.sums, self.evaluated = _sums("", p.stat), _sums("evaluate.", p.stat)
+        self.sums, self.evaluated = (_sums(before, self.model.head.reader, p.stat) for before in ("", "evaluate."))
         self.cells = {**self._numbers(), **self.sums, **self.tracked.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
         self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
@@ -211,9 +212,10 @@ class Recordings:
         return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat)
 
 
-def _sums(before: str, stat: str) -> dict[str, Ref]:
-    """Where losses and trained tokens are added up."""
-    return {key: Ref(f"{before}{key}", "sum", (1,), dtype) for key, dtype in {"loss": stat, "tokens": "int32"}.items()}
+def _sums(before: str, reader: LogitsReader, stat: str) -> dict[str, Ref]:
+    """Where losses and what their reader counts are added up."""
+    dtypes = {"loss": stat, **dict.fromkeys(reader.counts, "int32")}
+    return {key: Ref(f"{before}{key}", "sum", (1,), dtype) for key, dtype in dtypes.items()}
 
 
 def _recorded(record: Callable[[Recorder], None]) -> list[Call]:

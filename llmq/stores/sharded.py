@@ -19,7 +19,7 @@ from llmq.stores.replicated import Bundle, ReplicatedGrads, ReplicatedMoments, S
 from llmq.stores.sharding import Bounds, Sharding, Shards, part_of
 from llmq.tensor import IN_MASTER, NORM_ROWS, OWN, Origin, Ref, changed
 
-SUMMED, LARGEST = ("loss", "tokens"), ("amax", "request")  # over all ranks
+SUMMED, LARGEST = ("loss", "tokens", "hits"), ("amax", "request")  # over all ranks
 SENT_WIDTHS = 16  # a gradient is compressed if its width is a multiple of this; others, and vectors, are small
 # Errors of what this rank sends in a step, as the op `quantization_error` gives them; the first micro-step clears it.
 SENT_ERROR = Ref("sent_error", "cell", (6,), "fp32")

@@ -66,7 +66,7 @@ def _linear_cross_entropy(
         # The gradient takes the place of the logits.
         d_logits = padded if of_x or of_weight else None
         numbers = {"vocab_size": words, "z_loss": 0.0}
-        run("cross_entropy", (d_logits, losses[start : start + step]), (padded, ready(ids)), **numbers)
+        run("cross_entropy", (d_logits, losses[start : start + step], None), (padded, ready(ids)), **numbers)
         if of_x:
             torch.mm(logits, weight, out=d_x[start : start + step])
         if of_weight and start:

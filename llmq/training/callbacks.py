@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from llmq.errors import UsageError, WorldError, nearest
+from llmq.files.writers import gain
 from llmq.model.parameters import parameter_rows
 from llmq.plugins import Table, table
 from llmq.training.hooks import Ask, Hook, RunView
@@ -85,7 +86,7 @@ class EarlyStopping(Callback):
 
     def on_evaluate(self, run: Run, record: EvalRecord) -> None:
         """Counts the evaluation. UsageError if nothing has given the metric so far."""
-        if self.metric not in run.history:
+        if self.metric not in run.history or getattr(record, self.metric.removeprefix("eval_"), self) is None:
             raise UsageError(
                 f"early stopping watches {self.metric}, which nothing has logged: known are {', '.join(run.history)}; "
                 f"log others with run.log(NAME=value) in a callback's on_evaluate{nearest(self.metric, run.history)}"
@@ -93,8 +94,8 @@ class EarlyStopping(Callback):
         value = float(run.history[self.metric][-1])
         if math.isnan(value) and self.metric != "eval_loss":
             return  # what could not be measured says nothing
-        gain = self.best - value if self.metric.endswith("loss") else value - self.best
-        if math.isfinite(value) and (gain > self.min_delta or math.isnan(self.best)):
+        is_better = gain(self.metric, value, self.best) > self.min_delta or math.isnan(self.best)
+        if math.isfinite(value) and is_better:
             self.best, self.waited = value, 0
             return
         self.waited += 1

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from llmq.data.batches.batch import Batch
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.engine import Engine
 from llmq.engine.generate import Generator, generate
+from llmq.engine.token_sums import TokenSums
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
 from llmq.generation.prompts import Answer, PromptReader, Question, in_order, pieces
@@ -52,17 +53,19 @@ def evaluate(
         found = sums_of(engine, world, count, batches, stopped, report)
     if found is None:
         return None
-    total, trained, tokens = found
+    sums, tokens = found
     record = EvalRecord(
         step=now.step,
         epoch=data.epoch(now.position, now.stream),
-        loss=total / max(trained, 1),
+        loss=sums.mean_loss,
         train_loss=now.losses[0] / now.losses[1] if now.losses[1] else None,
         time_ms=1e3 * (time.perf_counter() - start),
         tokens=tokens,
-        trained_tokens=trained,
+        trained_tokens=sums.tokens,
+        accuracy=sums.accuracy,
     )
-    return replace(now, losses=(0.0, 0), eval_loss=record.loss, evaluated=now.step), record
+    newest = replace(now, eval_loss=record.loss, eval_accuracy=record.accuracy, evaluated=now.step)
+    return replace(newest, losses=(0.0, 0)), record
 
 
 def sums_of(
@@ -72,32 +75,32 @@ def sums_of(
     batches: Iterable[Batch],
     stopped: Callable[[], bool] = lambda: False,
     report: Report = unreported,
-) -> tuple[float, int, int] | None:
-    """The sums of losses and of trained tokens of `count` batches, and all tokens that ranks read for them; None once
-    `stopped`.
+) -> tuple[TokenSums, int] | None:
+    """The sums over `count` batches, and all tokens that ranks read for them; None once `stopped`.
 
     Ranks take batches in turn; all of them run as often, as each run may gather weights. What they find is added up in
     the order of the batches.
     """
-    sums, tokens = list[tuple[float, int]](), 0
+    sums, tokens = list[TokenSums](), 0
     for batch in counted(_in_turn(batches, world), -(-count // world.size), report):
         if stopped():
             return None
         sums.append(engine.evaluate(batch))
         tokens += batch.num_tokens
     found = world.gather(sums)
-    return *_added([part[place] for place in range(len(sums)) for part in found][:count]), tokens * world.size
+    return _added([part[place] for place in range(len(sums)) for part in found][:count]), tokens * world.size
 
 
 def mean_loss(engine: Engine, batch: Batch, world: World) -> float | None:
     """Loss per trained token of the batch that each rank gives; None without trained tokens."""
-    loss, count = _added(world.gather(engine.evaluate(batch)))
-    return loss / count if count else None
+    found = _added(world.gather(engine.evaluate(batch)))
+    return found.mean_loss if found.tokens else None
 
 
-def _added(sums: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """The sums of losses and tokens of all batches, in order."""
-    return sum(loss for loss, _ in sums), sum(count for _, count in sums)
+def _added(sums: Sequence[Sequence[Any]]) -> TokenSums:
+    """The sums over all batches, in order."""
+    losses, tokens, hits = zip(*sums, strict=True) if sums else ((), (), ())
+    return TokenSums(sum(losses), sum(tokens), None if None in hits else sum(hits))
 
 
 def _in_turn(batches: Iterable[Batch], world: World) -> Iterator[Batch]:

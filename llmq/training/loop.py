@@ -138,6 +138,7 @@ class Loop:
             memory_mib=ready.backend.peak_bytes() / MIB,
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,
             sent_error=done.sent_error,
+            accuracy=done.accuracy,
         )
         self._after(record, is_asked=bool(done.request))
         return batch

@@ -71,6 +71,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks, *, stops_early: bool) -
     fit = _fit(start, facts, trains.data, backend)
     trains = replace(trains, data=fit.resized(trains.data))
     plan, replan, matmuls = _plans(start, fit, facts, trains.data, backend)
+    _refuse_unknown_metrics(fit.options, plan)
     run, given = _ready(start, fit, trains, samples, backend, plan, replan), minimal(fit.options)
     for notice in without_effect(run, given):
         log.notice(notice)
@@ -167,6 +168,15 @@ def _schedule(start: Start, data: Data) -> Schedule:
             "--epochs, or continue from an earlier checkpoint"
         )
     return schedule
+
+
+def _refuse_unknown_metrics(options: Options, plan: Plan) -> None:
+    """UsageError for what goes by the accuracy where the loss counts no hits."""
+    flat = options.to_flat()
+    for name in ("save_best", "early_stopping_metric"):
+        if flat[name] == "eval_accuracy" and not hasattr(plan.cells.evaluated, "hits"):
+            option = f"--{name.replace('_', '-')} eval_accuracy"
+            raise UsageError(f"{option}: --loss {flat['loss']} has no accuracy: use eval_loss")
 
 
 def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:

@@ -26,6 +26,7 @@ from typing import Any
 
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import StepResult
+from llmq.files.checkpoint import METRICS
 from llmq.training.records import to_json
 
 KEPT = 50  # losses at either end of a run
@@ -103,6 +104,7 @@ class Progress:
     losses: tuple[float, int] = (0.0, 0)
     train_loss: float = math.nan  # of this step
     eval_loss: float = math.nan  # of the newest evaluation
+    eval_accuracy: float | None = None
     step: int = 0
     position: int = 0  # samples taken
     stream: Mapping[str, int] | None = None  # of a stream: where the next sample begins
@@ -132,6 +134,12 @@ class Progress:
             stream=batch.stream,
             course=self.course.after(done.loss, done.norm),
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What an evaluation of this step has found, as far as it is finite, as manifests name it."""
+        values = {METRICS[name]: getattr(self, name) for name in METRICS} if self.evaluated == self.step else {}
+        return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
     @property
     def stored(self) -> dict[str, Any]:

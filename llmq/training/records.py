@@ -57,6 +57,7 @@ class TrainRecord(_Timed):
     memory_mib: float | None = None  # most that was in use so far
     real_tokens: int | None = None  # without padding
     sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
+    accuracy: float | None = None  # share of trained tokens whose target has the largest logit; None: not counted
 
     def line(self, num_steps: int, *, details: bool = False) -> str:
         """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`.
@@ -87,11 +88,14 @@ class EvalRecord(_Timed):
     time_ms: float
     tokens: int
     trained_tokens: int
+    accuracy: float | None = None  # as that of a step
 
     def line(self, num_steps: int) -> str:
-        """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | tps 19871`."""
+        """`[V] step     7 [ 12.5%] | time:   412 ms | eval   3.141593 | train   3.141593 | accuracy 41% | tps 1987`."""
         train = math.nan if self.train_loss is None else self.train_loss
-        return f"[V] {self._place(num_steps)} | eval {self.loss:10.6f} | train {train:10.6f} | tps {self.tps:5.0f}"
+        accuracy = "" if self.accuracy is None else f" | accuracy {100 * self.accuracy:4.1f}%"
+        losses = f"eval {self.loss:10.6f} | train {train:10.6f}"
+        return f"[V] {self._place(num_steps)} | {losses}{accuracy} | tps {self.tps:5.0f}"
 
 
 @dataclass(frozen=True)

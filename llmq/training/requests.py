@@ -84,7 +84,8 @@ def _loss(run: Ready, engine: Engine, own: Iterable[Batch] | None, count: int | 
     with run.log.task("Evaluating") as report:
         found = sums_of(engine, run.ranks.world, count, batches, report=report)
     assert found is not None, "nothing stops it"
-    return found[0] / found[1] if found[1] else math.nan
+    sums, _ = found
+    return sums.mean_loss if sums.tokens else math.nan
 
 
 def _parameter(run: Ready, engine: Engine, own: None, name: str) -> np.ndarray:

@@ -4,7 +4,6 @@ How the run that continues a checkpoint differs is found out from that. To load 
 minutes: a run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
 
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +17,7 @@ from llmq.data.stream import Stopped
 from llmq.disk import shown
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError, RefusedStepError, StorageError
-from llmq.files.checkpoint import EVAL_LOSS, check_same
+from llmq.files.checkpoint import check_same
 from llmq.files.manifest import Reader
 from llmq.files.tensor_files import ByteCount
 from llmq.files.writers import Keep, Saver, Snapshot
@@ -54,7 +53,7 @@ class RunCheckpoints:
 
     def is_due(self, now: Progress, *, last: bool) -> bool:
         """Whether to save after this step: each n-th one, the last, and one that was evaluated as the best."""
-        is_best = now.evaluated == now.step and self._checkpoints.improves(now.eval_loss)
+        is_best = self._checkpoints.improves(now.metrics)
         return self._checkpoints.due(now.step, last=last) or is_best
 
     def save(self, run: RunView, *, beside: bool = False) -> None:
@@ -68,10 +67,8 @@ class RunCheckpoints:
         self.settle(run)
         own = {hook.key: hook.state() for hook in self._hooks if hook.key}
         state = {**now.stored, **own, **state_of(self._ready, plan)}
-        is_known = now.evaluated == now.step and math.isfinite(now.eval_loss)
-        metrics = {EVAL_LOSS: now.eval_loss} if is_known else {}
         beside = beside or now.rejected > 0  # theirs may be the last sound weights
-        snapshot = Snapshot(now.step, checkpoint_slices(plan), run.engine.state, state, metrics)
+        snapshot = Snapshot(now.step, checkpoint_slices(plan), run.engine.state, state, now.metrics)
         self._saver.save(snapshot, Keep() if beside else self._checkpoints.keep)
         self._begun = now.step
         self.settle(run, wait=False)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from tiny_runs import folder, hash_of, on_weights, write_documents
 
 import llmq
+from llmq import EarlyStopping
 from llmq.api.ranks import refuse_local
 from llmq.cli.train import options_of
 from llmq.errors import PluginError, UsageError
@@ -168,6 +169,13 @@ def test_a_run_resumes_with_the_same_function(given):
 def test_what_does_not_go_with_a_function_is_said(given, tmp_path):
     with pytest.raises(UsageError, match=r"--z-loss 0.1 is a term of cross_entropy: .* add it to squares\(\)"):
         llmq.train(**given, z_loss=0.1, loss=squares)
+    for name, more in {"save_best": {}, "early_stopping_metric": {"early_stopping_patience": 2}}.items():
+        with pytest.raises(
+            UsageError, match=rf"--{name.replace('_', '-')} eval_accuracy: --loss squares\(\) has no acc"
+        ):
+            llmq.train(**given, **more, **{name: "eval_accuracy"}, loss=squares)
+    with pytest.raises(UsageError, match="early stopping watches eval_accuracy, which nothing has logged"):
+        llmq.train(**given, loss=squares, callbacks=[EarlyStopping(1, "eval_accuracy")])
     config = llmq.Config(model="m", loss=squares)
     with pytest.raises(UsageError, match="is a function, which no file can name"):
         config.to_yaml()

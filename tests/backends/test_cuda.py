@@ -167,7 +167,7 @@ def test_packed_rows_follow_the_reference(backend, precision):
     cpu = engine_of(plan_of(precision, config=CONFIG, packing=PACKING))
     losses = [packed_losses(engine) for engine in (gpu, cpu)]
     assert np.allclose(*losses, rtol=1e-4 if precision is FP32 else 5e-3)
-    scores = [engine.evaluate(packed_batch(7)) for engine in (gpu, cpu)]
+    scores = [engine.evaluate(packed_batch(7))[:2] for engine in (gpu, cpu)]
     assert np.allclose(*scores, rtol=1e-4 if precision is FP32 else 5e-3)
     prompt = batch().tokens[0, :7]
     logits = [next_logits(engine, prompt) for engine in (gpu, cpu)]

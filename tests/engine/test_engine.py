@@ -1,8 +1,10 @@
 """The engine: accumulation, chunks, refused steps, empty batches, state, generation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from tiny_engines import BF16, EVERY, FP8, FP32, FP64, batch, bits, engine_of, plan_of, tiny, train_steps
+from tiny_engines import BF16, EVERY, FP8, FP32, FP64, batch, bits, engine_of, next_logits, plan_of, tiny, train_steps
 
 from llmq.backends.host import HostBackend
 from llmq.plan.memory import Memory
@@ -102,11 +104,26 @@ def test_evaluation_gives_the_training_loss_and_touches_nothing():
     engine = engine_of(plan_of(BF16))
     train_steps(engine)
     before = bits(engine)
-    total, count = engine.evaluate(batch(7))
+    total, count, hits = engine.evaluate(batch(7))
     assert bits(engine) == before
     engine.micro_step(batch(7))
     result = engine.update(3, 0.0)
     assert count == result.num_tokens and total / count == pytest.approx(result.loss, rel=1e-6)
+    assert hits / count == result.accuracy
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_accuracy_is_the_share_of_all_trained_tokens_whose_target_has_the_largest_logit(chunks):
+    engine, given = engine_of(plan_of(FP32, Memory(head_chunks=chunks))), batch(3)
+    ends = [(row, count) for row in given.tokens for count in range(1, 1 + row.size)]
+    likely = np.array([next_logits(engine, row[:count]).argmax() for row, count in ends]).reshape(given.tokens.shape)
+    targets = likely.astype(np.int32)
+    targets[:, ::3], targets[1, 1::3] = (targets[:, ::3] + 1) % 97, -100
+    right, trained = np.count_nonzero(targets == likely), np.count_nonzero(targets != -100)
+    assert engine.evaluate(replace(given, targets=targets))[1:] == (trained, right) and 0 < right < trained
+    engine.micro_step(replace(given, targets=targets), last=False)
+    engine.micro_step(replace(given, targets=likely.astype(np.int32)), first=False)
+    assert engine.update(1, 0.0).accuracy == (right + likely.size) / (trained + likely.size)
 
 
 @pytest.mark.parametrize("vocab", [97, 128, 129])
@@ -116,7 +133,7 @@ def test_the_padding_of_the_vocabulary_stays_zero_and_has_no_probability(vocab):
     for name in ("embed.weight", "head.weight"):
         assert not engine.parameter(name)[vocab:].any()
     engine.load([(r, np.zeros(r.shape) if r.name == "head.weight" else np.ones(r.shape)) for r in engine.plan.rows])
-    total, count = engine.evaluate(batch())
+    total, count, _ = engine.evaluate(batch())
     assert total / count == pytest.approx(np.log(vocab), rel=1e-6)
 
 

@@ -268,11 +268,13 @@ def cross_entropy(d: Draw, s: Sizes) -> Made:
     targets = d.targets((m,), np.s_[::4])
     inputs = {"logits": 2 * d.normal((m, s.vp)), "targets": targets}
     numbers = {"vocab_size": s.v, "z_loss": 1e-2}
-    return {"outputs": {"d_logits": (m, s.vp), "loss": (m,)}, "inputs": inputs, "numbers": numbers, "stat": "loss"}
+    outputs = {"d_logits": (m, s.vp), "loss": (m,), "hits": (m,)}
+    return {"outputs": outputs, "inputs": inputs, "numbers": numbers, "stat": "loss hits"}
 
 
 def own_loss(d: Draw, s: Sizes) -> Made:
     made = cross_entropy(d, s)
+    del made["outputs"]["hits"]
     return {**made, "numbers": {"function": squares, "vocab_size": s.v}, "stat": "logits d_logits loss"}
 
 
@@ -284,8 +286,10 @@ def squares(xp: Any, logits: Any, targets: Any) -> tuple[Any, Any]:
 
 def loss_sum(d: Draw, s: Sizes) -> Made:
     targets = d.targets("bt", np.s_[0, 0])
-    inputs = {"loss": np.where(targets == -100, 0, d.uniform(0, 9, "bt")), "targets": targets}
-    return {"outputs": {"loss_total": "1", "num_tokens": "1"}, "inputs": inputs, "stat": "loss_total num_tokens loss"}
+    hits = (targets % 3 == 0).astype(np.int32)
+    inputs = {"loss": np.where(targets == -100, 0, d.uniform(0, 9, "bt")), "targets": targets, "hits": hits}
+    outputs = dict.fromkeys(("loss_total", "num_tokens", "num_hits"), "1")
+    return {"outputs": outputs, "inputs": inputs, "stat": f"{' '.join(outputs)} loss"}
 
 
 def cache_write(d: Draw, s: Sizes) -> Made:

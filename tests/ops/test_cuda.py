@@ -35,7 +35,7 @@ EXACT = """
     embedding_forward embedding_noise last_norm_scale loss_sum repeat rope_backward rope_forward sample
     scale_columns_forward scale_update sgd virtual_tokens_forward
 """
-INTEGERS = {"num_tokens", "new_seen", "next_tokens", "next_positions"}
+INTEGERS = {"num_tokens", "num_hits", "hits", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes
 SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
@@ -108,6 +108,9 @@ def check(case: Case, dtype: str, *, accumulate: bool = False) -> None:
     exact = f64_values(case, inputs)
     for name, value in got.items():
         e, kind = exact[name] + accumulate, case.dtype(name, dtype)
+        if name in INTEGERS:
+            assert np.array_equal(value, e), f"{name} differs from the reference"
+            continue
         if name in SUMS:
             rows = max(int(np.prod(x.shape[:-1])) for x in inputs.values() if x is not None)
             chain, size = rows, f64_values(case, inputs, SUMS[name])[name] + accumulate
@@ -288,10 +291,11 @@ def test_two_long_lists_of_embedding_backward_lie_side_by_side(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 1000, 32768, 262145, 1 << 20])
 def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
     rng = np.random.default_rng(count)
-    case = Case("loss_sum", {"loss_total": (1,), "num_tokens": (1,)}, {}, stat=frozenset({"loss_total"}))
+    sums = dict.fromkeys(("loss_total", "num_tokens", "num_hits"), (1,))
+    case = Case("loss_sum", sums, {}, stat=frozenset({"loss_total"}))
     targets = rng.integers(-1, 3, count).astype(np.int32)
     targets[targets < 0] = -100
-    case.inputs = {"loss": rng.uniform(0, 20, count).astype(np.float32), "targets": targets}
+    case.inputs = {"loss": rng.uniform(0, 20, count).astype(np.float32), "targets": targets, "hits": targets % 2}
     case.stat |= {"loss"}
     check(case, "fp32")
 
@@ -534,7 +538,27 @@ def test_no_logit_that_is_nan_is_lost(dtype):
     logits[1, :8], logits[2, 3], logits[3, :] = np.nan, np.nan, np.nan
     got = run_gpu(case, outputs_of(case, dtype), inputs_of(case, dtype))
     lost = np.isin(np.arange(len(targets)), (1, 2, 3)) & (targets != -100)
-    assert lost.any() and np.array_equal(np.isnan(got["loss"]), lost)
+    assert lost.any() and np.array_equal(np.isnan(got["loss"]), lost) and not got["hits"][lost].any()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("v", "vp"), [(203, 256), (32000, 32000), (100003, 100096), (400000, 400000)])
+def test_of_equal_logits_the_first_is_the_one_that_is_right(v, vp, dtype):
+    """Rows of one block, of clusters, and rows that are read twice, with targets at each of many maxima, beside one and
+    far behind all; negative zero is zero."""
+    case, rng = make("cross_entropy", replace(SIZES["odd"], b=1, t=24, v=v, vp=vp)), np.random.default_rng(v)
+    logits, targets = rng.integers(-3, 1, (24, vp)).astype(np.float64), case.inputs["targets"]
+    first = rng.integers(0, v, 24)
+    for row, at in enumerate(first):  # no maximum before it, and one in three or so behind it
+        logits[row, :at] = np.minimum(logits[row, :at], -1)
+        logits[row, at] = -0.0
+        targets[row] = (at, rng.integers(0, v), np.flatnonzero(logits[row, :v] == 0)[-1], (at + 1) % v, -100)[row % 5]
+    logits[:, v:] = 9
+    case.inputs["logits"] = logits
+    got = run_gpu(case, outputs_of(case, dtype), inputs_of(case, dtype))["hits"]
+    assert np.array_equal(got, (targets == first).astype(np.int32)) and 4 < got.sum() < 20
+    check(case, dtype)
 
 
 KERNELS = {**cuda.KERNELS, **linear_kernels(None), **attention_kernels(None)}

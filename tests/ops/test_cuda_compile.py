@@ -247,8 +247,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         logits, targets = read((b * t // 4, v)), noted.tensor((b * t // 4,), "int32")
         eighths = (out(logits.shape, dtype, ROW8), out(logits.shape, dtype, None, ROW8))
         for gradient in (out(logits.shape, dtype, None), out(logits.shape, dtype), *eighths):
-            loss = out(targets.shape, "fp32", None)
-            ops.cross_entropy(gradient, loss, logits, targets, vocab_size=v, z_loss=0.0)
+            loss, hits = out(targets.shape, "fp32", None), out(targets.shape, "int32", None)
+            for counted in (hits, out(targets.shape, "int32")):
+                ops.cross_entropy(gradient, loss, counted, logits, targets, vocab_size=v, z_loss=0.0)
         cache, last, one_row = (8, 4096, 2 * hkv * hd), noted.tensor((8, 1), "int32"), read((8, 1, width))
         ops.cache_write(out(cache, dtype, None), read(qkv), tokens, tokens, **heads)
         numbers = {**heads, "window": 1000, "softmax_scale": 0.1}
@@ -272,8 +273,10 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             cuts = {"temperature": temperature, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "seed": 2**40}
             drawn = (read((8, 1, v)), last, noted.tensor((8,), "int32"))
             ops.sample(next_token, next_token, *drawn, vocab_size=v - 1, **cuts)
-        ops.loss_sum(one, out((1,), "int32", None), noted.tensor((b, t), "fp32"), tokens)
-        ops.loss_sum(one, out((1,), "int32", None), noted.tensor((2**20,), "fp32"), noted.tensor((2**20,), "int32"))
+        counted = out((1,), "int32", None)
+        sums, many = (one, counted, counted), noted.tensor((2**20,), "int32")
+        ops.loss_sum(*sums, noted.tensor((b, t), "fp32"), tokens, tokens)
+        ops.loss_sum(*sums, noted.tensor((2**20,), "fp32"), many, many)
         for shape in ((2 * f, c), (c,)):
             ops.sum_squares(out((num_norm_tiles(shape),), "fp32", None), read(shape))
         ops.grad_scale(one, one, one, noted.tensor((290,), "fp32"), cell, count, grad_clip=1.0)

@@ -17,7 +17,7 @@ SIZES = pytest.mark.parametrize("size", [ODD, LARGE], ids=["odd", "large"])
 EVERY_OP = pytest.mark.parametrize("op", OPS)
 ACCUMULATED = [(op, "d_weight") for op in ("embedding_backward", "rmsnorm_backward", "linear_wgrad")]
 ACCUMULATED += [("qk_norm_backward", "d_q_weight"), ("qk_norm_backward", "d_k_weight"), ("low_rank_backward", "d_up")]
-ACCUMULATED += [("bias_backward", "d_bias"), ("loss_sum", "loss_total"), ("loss_sum", "num_tokens")]
+ACCUMULATED += [("bias_backward", "d_bias"), *(("loss_sum", name) for name in ("loss_total", "num_tokens", "num_hits"))]
 ACCUMULATED += [("sum_pieces", "out"), ("virtual_tokens_backward", "d_virtual")]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]
 SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]

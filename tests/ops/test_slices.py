@@ -91,8 +91,9 @@ def test_a_loss(same_in_one_and_in_many, dtype, forms):
 
     def run() -> list[bytes]:
         out, losses = output(dtype, forms), Tensor("loss", np.zeros(ROWS, np.float32), (ROWS,))
-        about = Output("loss", (ROWS,), "fp32", (losses,)), logits, Tensor("targets", ids, (ROWS,))
-        cross_entropy(out, *about, vocab_size=COLUMNS - 3, z_loss=1e-3)
-        return [*bits(out), losses.array.tobytes()]
+        hits = Tensor("hits", np.zeros(ROWS, np.int32), (ROWS,))
+        of_tokens = (Output(x.name, x.shape, kind, (x,)) for x, kind in ((losses, "fp32"), (hits, "int32")))
+        cross_entropy(out, *of_tokens, logits, Tensor("targets", ids, (ROWS,)), vocab_size=COLUMNS - 3, z_loss=1e-3)
+        return [*bits(out), losses.array.tobytes(), hits.array.tobytes()]
 
     same_in_one_and_in_many(run)

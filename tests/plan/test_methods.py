@@ -302,7 +302,7 @@ def test_a_pack_is_the_sum_of_its_documents(name, wiring):
             tokens[row, led], targets[row, led] = 0, -100
     packed, alone = warm(plan_of(FP64, packing=Packing(3, 9), **about)), warm(plan_of(FP64, **about))
     packed.micro_step(Batch(tokens, targets, borders))
-    whole, losses, number = packed.evaluate(Batch(tokens, targets, borders)), np.zeros(2), 0
+    whole, losses, number = packed.evaluate(Batch(tokens, targets, borders)), np.zeros(3), 0
     for row, marks in enumerate(borders):
         for start, stop in pairwise(marks):
             if start < stop:

@@ -128,6 +128,7 @@ FAR = Progress(
     losses=(4.75, 2),
     train_loss=math.inf,
     eval_loss=2.25,
+    eval_accuracy=0.25,
     moments_from=3,
     rate_from=4,
 )
@@ -147,7 +148,7 @@ def test_all_of_it_is_stored():
 
 
 def test_the_names_are_those_of_earlier_releases_and_what_they_did_not_store_is_as_at_the_start():
-    newer = {"stream", "rejected", "course", "moments_from", "rate_from"}
+    newer = {"stream", "rejected", "course", "moments_from", "rate_from", "eval_accuracy"}
     assert Progress().stored.keys() == newer | {"position", "evaluated", "losses", "train_loss", "eval_loss"}
     state = stored(FAR)
     for name in newer:

@@ -89,6 +89,7 @@ def test_a_run_is_its_parts_put_together(given, tmp_path, matmul):
         done = engine.update(step, rate)
         assert record.lr == pytest.approx(rate, rel=1e-12)
         assert (record.step, record.loss, record.norm) == (step, done.loss, done.norm)
+        assert record.accuracy == done.accuracy
         assert record.trained_tokens == ACCUMULATION * B * T
 
     _, read = load(result.checkpoint_path)
@@ -98,8 +99,9 @@ def test_a_run_is_its_parts_put_together(given, tmp_path, matmul):
     tokens, targets = windows_of(tmp_path / "eval.bin")
     targets = np.where(mask[1:].reshape(targets.shape), targets, -100)
     each = [engine.evaluate(Batch(np.stack([t] * B), np.stack([u] * B))) for t, u in zip(tokens, targets, strict=True)]
-    assert len({count for _, count in each}) > 2, "rows of equal weight would hide a mean of means"
+    assert len({count for _, count, _ in each}) > 2, "rows of equal weight would hide a mean of means"
     (evaluated,) = (record for record in records if isinstance(record, EvalRecord))
-    total, count = np.sum(each, axis=0)
+    total, count, hits = np.sum(each, axis=0)
     assert evaluated.loss == result.eval_loss == pytest.approx(total / count, rel=1e-5)
     assert evaluated.trained_tokens == count / B == np.count_nonzero(mask[1:])
+    assert evaluated.accuracy == hits / count

@@ -21,6 +21,7 @@ from llmq.data.batches.loader import RankBatches
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.disk import replaced_name
 from llmq.engine.engine import Engine
+from llmq.engine.token_sums import TokenSums
 from llmq.errors import DataError, NonFiniteError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.options.parse import Options
@@ -179,7 +180,7 @@ def test_weights_that_are_not_finite_export_nothing_by_default(given, monkeypatc
 
 def test_a_last_evaluation_that_is_not_finite_exports_nothing_by_default(given, monkeypatch):
     """Finite weights can be too large to compute with, and the step that made them was sound."""
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (math.nan, 1))
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: TokenSums(math.nan, 1, 0))
     ruined(given, "the loss of the last evaluation is nan")
 
 

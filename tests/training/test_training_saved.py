@@ -19,6 +19,7 @@ from llmq.backends.host import HostBackend, HostMemory
 from llmq.cli.train import command
 from llmq.data.batches import loader
 from llmq.engine.engine import Engine
+from llmq.engine.token_sums import TokenSums
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files.checkpoint import load
 from llmq.files.manifest import read_manifest
@@ -67,10 +68,20 @@ def test_multiples_are_saved_and_never_rotated_out(given):
 )
 def test_the_best_by_its_evaluation_is_kept(given, monkeypatch, losses, more, best, others):
     left = iter(losses)
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(left, 5.0), 1))
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: TokenSums(next(left, 5.0), 1, 0))
     llmq.train(**{**given, **BEST, **more})
     assert steps() == sorted([best, *others])
-    assert read_manifest(SAVED / f"step-{best:08}").metrics == {"eval/loss": 1.0}
+    assert read_manifest(SAVED / f"step-{best:08}").metrics == {"eval/loss": 1.0, "eval/accuracy": 0.0}
+
+
+def test_the_best_may_be_that_of_the_highest_accuracy_also_in_a_run_that_resumes(given, monkeypatch):
+    hits = iter([3, 8, 5, 7])
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: TokenSums(1.0, 10, next(hits, 0)))
+    best = {**BEST, "save_best": "eval_accuracy", "ckpt_interval": 0}
+    llmq.train(**{**given, "steps": 6, "eval_every_n_steps": 2}, **best)
+    assert steps() == [4, 6]
+    llmq.train(**{**given, "steps": 8, "eval_every_n_steps": 2, "continue": "newest", "overwrite": True}, **best)
+    assert steps() == [4, 8]
 
 
 @pytest.mark.parametrize(("num_steps", "kept"), [(6, [4, 5, 6]), (7, [7])])
@@ -94,7 +105,7 @@ def one_batch_an_evaluation(monkeypatch):
 
 def test_the_best_is_that_of_all_runs_of_the_folder(given, monkeypatch):
     losses = iter([1.0, 2.0, 1.5])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: (next(losses, 5.0), 1))
+    monkeypatch.setattr(Engine, "evaluate", lambda self, batch: TokenSums(next(losses, 5.0), 1, None))
     llmq.train(**{**given, "steps": 4}, **BEST)
     llmq.train(**{**given, "continue": "newest", "overwrite": True}, **BEST)
     assert steps() == [4, 12]

@@ -14,17 +14,17 @@ FINISHED = 32 * 8192  # leaves of the tree that one block adds up (loss_sum.cu)
 
 
 def cross_entropy(
-    d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
+    d_logits: Output, loss: Output, hits: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
 ) -> None:
-    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits may be the memory of logits."""
+    """d_logits (M,Vp), loss, hits (M,) <- logits (M,Vp), targets (M,) int32; d_logits may be in logits' memory."""
     rows, columns = logits.shape
     wanted, outputs = gpu.forms(d_logits)
     assert not int(wanted["FORMS"]) & ~(gpu.VALUE | gpu.ROW | gpu.AMAX), (
         f"{d_logits.name}: written as values and fp8 rows only"
     )
-    constants = {**constants_of(gpu.type_of(logits), vocab_size, columns), **wanted}
+    constants = {**constants_of(gpu.type_of(logits), vocab_size, columns), **wanted, "HITS": int(hits.wanted)}
     blocks = rows * int(constants["CLUSTER"])
-    arguments = (*outputs, loss, logits, targets, np.float32(z_loss))
+    arguments = (*outputs, loss, hits, logits, targets, np.float32(z_loss))
     gpu.launch("cross_entropy", "cross_entropy", blocks, int(constants["THREADS"]), arguments, constants)
 
 
@@ -55,8 +55,18 @@ def own_loss(
 
 
 @gpu.asks(lambda call: _scratch_bytes(call.reads["loss"].shape))
-def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor, *, scratch: Any = None) -> None:
-    """loss_total (1,), num_tokens (1,) <- loss (...) fp32, targets (...) int32, in the tree of the reference."""
+def loss_sum(
+    loss_total: Output,
+    num_tokens: Output,
+    num_hits: Output,
+    /,
+    loss: Tensor,
+    targets: Tensor,
+    hits: Tensor | None,
+    *,
+    scratch: Any = None,
+) -> None:
+    """loss_total, num_tokens, num_hits (1,) <- loss (...) fp32, targets, hits (...) int32, as the reference."""
     values: Tensor | int = loss
     count, level = int(loss.array.size), 0
     size = _leaves(count)
@@ -66,8 +76,8 @@ def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: T
         gpu.launch("loss_sum", "fold", -(-size // 256), 256, (level, values, np.int64(size), np.int64(count)), {})
         values, count = level, size
     counts = (np.int32(size), np.int64(count), np.int64(targets.array.size))
-    arguments = (loss_total, num_tokens, values, targets, *counts)
-    gpu.launch("loss_sum", "finish", 1, 1024, (*arguments, gpu.adds(loss_total), gpu.adds(num_tokens)), {})
+    sums = (loss_total, num_tokens, num_hits)
+    gpu.launch("loss_sum", "finish", 1, 1024, (*sums, values, targets, hits, *counts, *map(gpu.adds, sums)), {})
 
 
 def _scratch_bytes(loss: tuple[int, ...]) -> int:

@@ -1,16 +1,11 @@
 """Cross-entropy of each token against its target, with its gradient made in the same pass, and the sum over tokens."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from llmq.operands import Output, Tensor, slices
 from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise, if_whole
 from llmq.tensor import IGNORED
-
-OWN_ARRAYS = 5  # as large as the logits: what a loss of the caller's is taken to need, and both results
 
 
 @op(
@@ -20,21 +15,23 @@ OWN_ARRAYS = 5  # as large as the logits: what a loss of the caller's is taken t
     temporaries=if_whole("d_logits", elementwise("d_logits", 1, "logits")),
 )
 def cross_entropy(
-    d_logits: Output, loss: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
+    d_logits: Output, loss: Output, hits: Output, /, logits: Tensor, targets: Tensor, *, vocab_size: int, z_loss: float
 ) -> None:
-    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32; d_logits: gradient of the sum of losses.
+    """d_logits (M,Vp), loss, hits (M,) <- logits (M,Vp), targets (M,) int32; d_logits: of the sum of losses.
 
     loss = lse - logits[target] + z_loss * lse^2 with lse = log(sum(exp(logits))) (z-loss: PaLM, 2022), so
     d_logits = softmax(logits) * (1 + 2 z_loss lse) - onehot(target). Columns from `vocab_size` on are padding: no
-    probability, gradient 0. Target -100: loss 0, gradient 0, whatever the logits are.
+    probability, gradient 0. Target -100: loss 0, gradient 0, no hit, whatever the logits are.
+    hits is 1 where the target is what argmax gives, the first of the largest logits, and the loss a number; else 0.
     """
-    values, in_rows = [], d_logits.in_rows
+    values, found, in_rows = [], [], d_logits.in_rows
     for start, count in slices(logits.shape) if in_rows else [(0, logits.shape[0])]:
         x, ids = logits.chunk(start, count).read(), targets.read()[start : start + count]
         trained = np.flatnonzero(ids != IGNORED)
         real, d = x[:, :vocab_size], np.zeros_like(x)
         p = d[:, :vocab_size]
-        largest = real.max(axis=-1, keepdims=True)
+        best = real.argmax(axis=-1)[:, None]
+        largest = np.take_along_axis(real, best, axis=-1)
         np.subtract(real, largest, out=p)
         np.exp(p, out=p)
         total = p.sum(axis=-1)
@@ -43,46 +40,22 @@ def cross_entropy(
         value = np.zeros_like(lse)
         value[trained] = (lse + z_loss * lse * lse)[trained] - x[trained, ids[trained]]
         values.append(value)
+        found.append((best[:, 0] == ids) & ~np.isnan(value))
         if d_logits.wanted:
             p *= ((1 + 2 * z_loss * lse) / total)[:, None]
             p[trained, ids[trained]] -= 1
             p[ids == IGNORED] = 0
             (d_logits.chunk(start, count) if in_rows else d_logits).write(d)
     loss.write(np.concatenate(values))
-
-
-@op(
-    family="cross-entropy",
-    shares={"d_logits": "logits"},
-    is_python=True,
-    temporaries=elementwise("d_logits", OWN_ARRAYS, "logits"),
-)
-def own_loss(
-    d_logits: Output,
-    loss: Output,
-    /,
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    function: Callable[..., tuple[Any, Any]],
-    vocab_size: int,
-) -> None:
-    """d_logits (M,Vp), loss (M,) <- logits (M,Vp), targets (M,) int32, by a Python function.
-
-    It gets NumPy or CuPy, the first `vocab_size` columns of the logits and the targets, and returns both results for
-    these columns; the gradient of the others is 0.
-    """
-    x = logits.read()
-    losses, gradient = function(np, x[:, :vocab_size], targets.read())
-    d = np.zeros_like(x)
-    d[:, :vocab_size] = gradient
-    loss.write(losses)
-    d_logits.write(d)
+    hits.write(np.concatenate(found).astype(np.int32))
 
 
 @op(family="cross-entropy")
-def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: Tensor) -> None:
-    """loss_total (1,), num_tokens (1,) <- loss (...), targets (...) int32: sum of losses, number of trained.
+def loss_sum(
+    loss_total: Output, num_tokens: Output, num_hits: Output, /, loss: Tensor, targets: Tensor, hits: Tensor | None
+) -> None:
+    """loss_total, num_tokens, num_hits (1,) <- loss (...), targets, hits (...) int32: sum of losses, number of
+    trained tokens, number of hits where a loss has them.
 
     The sum is a binary tree over the losses padded with zeros to a power of two, the second half added to the first
     until one is left: the same additions on every machine.
@@ -94,3 +67,4 @@ def loss_sum(loss_total: Output, num_tokens: Output, /, loss: Tensor, targets: T
         tree = tree[: tree.size // 2] + tree[tree.size // 2 :]
     loss_total.write(tree)
     num_tokens.write(np.array([np.count_nonzero(targets.read() != IGNORED)], np.int32))
+    num_hits.write(np.array([0 if hits is None else hits.read().sum()], np.int32))

@@ -312,6 +312,8 @@ inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x)
 #define gridDim (emulation::block->grid)
 
 inline void __syncthreads() { emulation::wait(emulation::block->all, emulation::block->live); }
+inline int __syncthreads_count(int yes);
+inline int __syncthreads_or(int yes) { return __syncthreads_count(yes) != 0; }
 inline int __syncthreads_count(int yes) {
     emulation::Block& own = *emulation::block;
     own.count += yes != 0;
