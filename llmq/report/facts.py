@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from llmq.training.records import answer_of, asked_of
 
 LAST = 30  # steps at the end that the training loss is the mean of
 LONGEST = 4000  # characters of a text
+RECENT_S = 900.0  # a run without an end that has written a step since then is running
 MOST_EVENTS, MOST_ANSWERS, MOST_PROMPTS, MOST_COPIES, ROWS = 300, 12, 40, 12, 20
 UNLISTED = ("metrics", "samples", "fp8", "algorithms")  # what has its own place, or none
 COMPARED = ("options", "system", "dataset")  # sections whose changes a resume shows
@@ -40,7 +42,7 @@ class Fact:
 
 def summary(log: Log) -> list[Fact]:
     """What there is to know of a run at a glance; the same facts in the same order for every run."""
-    train, evals, end = log.train, log.eval, _end(log)
+    train, evals = log.train, log.eval
     steps, total = log.last_step, (log.header.get("dataset") or {}).get("steps")
     of = f"of {total:,}, {100 * steps / total:.0f}%" if type(total) is int and total > 0 else ""
     late = train["loss"][train["step"] > steps - LAST]
@@ -51,7 +53,7 @@ def summary(log: Log) -> list[Fact]:
     seconds, tokens = elapsed_s(log), tokens_so_far(log)
     lost, warned = len(lost_steps(log)), len(warnings(log))
     facts = [
-        Fact("State", _state(end), _ago(log) if end is None else ""),
+        _state(log),
         Fact("Steps", f"{steps:,}", of),
         Fact(
             "Training loss",
@@ -69,7 +71,7 @@ def summary(log: Log) -> list[Fact]:
         Fact(
             "Time",
             duration(seconds[-1]) if seconds.size else UNKNOWN,
-            f"{_count(tokens[-1])} tokens" if tokens.size else "",
+            f"{_count(tokens[-1])} tokens{_left(log, total, seconds)}" if tokens.size else "",
         ),
         Fact(
             "Trouble", f"{warned:,}" if warned else "none", f"{lost:,} steps without an update" if lost else "warnings"
@@ -84,14 +86,21 @@ def _end(log: Log) -> Mapping[str, Any] | None:
     return last[-1] if last and last[-1]["type"] == "end" else None
 
 
-def _state(end: Mapping[str, Any] | None) -> str:
-    return "running" if end is None else text(end.get("reason") or "ended")
+def _state(log: Log) -> Fact:
+    """How the run ended; without an end whether it still writes its log, by the clock."""
+    if (end := _end(log)) is not None:
+        return Fact("State", text(end.get("reason") or "ended"))
+    heard = [time for time in (*log.train["time"][-1:], *log.eval["time"][-1:]) if is_number(time)]
+    is_recent = not heard or time.time() - max(heard) < RECENT_S
+    return Fact("State", "running" if is_recent else "no end", f"last step {clock(max(heard))} UTC" if heard else "")
 
 
-def _ago(log: Log) -> str:
-    times = [*log.train["time"][-1:], *log.eval["time"][-1:]]
-    known = [time for time in times if is_number(time)]
-    return f"last heard of {clock(max(known))} UTC" if known else "no end in its log"
+def _left(log: Log, total: Any, seconds: np.ndarray) -> str:
+    """How long a run that has not ended still takes, if that is known."""
+    steps = log.train["step"]
+    if _end(log) is not None or type(total) is not int or steps.size < 2 or steps[-1] >= total:
+        return ""
+    return f", {duration(float(seconds[-1] - seconds[0]) / int(steps[-1] - steps[0]) * int(total - steps[-1]))} left"
 
 
 def warnings(log: Log) -> list[str]:
@@ -385,7 +394,8 @@ def duration(seconds: float) -> str:
         return UNKNOWN
     if seconds < 60:
         return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-    return str(timedelta(seconds=round(seconds)))
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def _listed(value: Any) -> Iterable[Any]:

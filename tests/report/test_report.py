@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.metadata import EntryPoint
@@ -170,6 +171,16 @@ def test_where_the_time_went_and_the_ladder(tmp_path: Path) -> None:
     rungs = [(rate, share) for _, rate, share in facts.ladder(log)]
     want = [(200, 1), (50, 0.25), (50 / 0.9, 0.25 / 0.9), (50, 0.25), (25, 0.125)]
     assert [pytest.approx(pair) for pair in want] == rungs
+
+
+def test_a_run_that_goes_on_and_one_that_does_not(tmp_path: Path) -> None:
+    """By the time of the last step; how long is left follows from the steps so far."""
+    for now, state in ((time.time(), "running"), (1e9, "no end")):
+        records: list[dict[str, Any]] = [{"type": "header", "schema": 1, "dataset": {"steps": 100}}]
+        records += [{"type": "train", "step": step, "time": now - 10 + step, "tokens": 5} for step in range(1, 11)]
+        found = {fact.name: fact for fact in facts.summary(write(tmp_path / "a.jsonl", records))}
+        assert found["State"].value == state and found["Time"].note == "50 tokens, 0:01:30 left"
+        assert found["Steps"].note == "of 100, 10%"
 
 
 def test_options_and_their_changes(tmp_path: Path) -> None:

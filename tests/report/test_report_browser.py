@@ -48,7 +48,8 @@ const before = plot.querySelectorAll("path.line").length;
 put("run", false, 1); found.hidden = `${before} ${plot.querySelectorAll("path.line").length}`;
 put("find", "norm");
 found.charts = [...document.querySelectorAll("figure:not([hidden]) b")].map(one => one.textContent).join();
-dispatchEvent(new Event("beforeprint")); found.open = document.querySelectorAll("details:not([open])").length;
+dispatchEvent(new Event("beforeprint"));
+found.open = document.querySelectorAll("details:not([open]):not(#defaults)").length;
 const said = document.body.appendChild(document.createElement("pre"));
 said.id = "found"; said.textContent = Object.entries(found).map(([name, text]) => `${name}=${text}`).join("|");
 """

@@ -52,13 +52,17 @@
     for (const [unit, of] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
       if (size >= 10 * of && size < 1e15) return String(+(v / of).toFixed(Math.max(0, Math.ceil(-Math.log10(near / of) - 1e-9)))) + unit;
     }
-    if (size >= 1e15 || size < 1e-3) return v.toExponential(1).replace("e+", "e").replace(".0e", "e");
+    if (size >= 1e15 || size < 1e-3) {
+      const digits = Math.floor(Math.log10(size)) - Math.floor(Math.log10(near) + 1e-9);
+      return v.toExponential(Math.min(Math.max(digits, 0), 4)).replace("e+", "e");
+    }
     return v.toFixed(Math.min(Math.max(0, Math.ceil(-Math.log10(near) - 1e-9)), 6));
   }
   function clock(s) {
     if (s < 120) return `${+s.toPrecision(3)} s`;
     const two = n => String(Math.floor(n)).padStart(2, "0");
-    return s < 7200 ? `${Math.floor(s / 60)}:${two(s % 60)} min` : `${Math.floor(s / 3600)}:${two(s % 3600 / 60)} h`;
+    if (s < 7200) return s % 60 < 0.5 ? `${Math.floor(s / 60)} min` : `${Math.floor(s / 60)}:${two(s % 60)} min`;
+    return `${Math.floor(s / 3600)}:${two(s % 3600 / 60)} h`;
   }
   const along = (x, step) => view.x === "time" ? clock(x) : brief(x, step);
   function ticks(low, high, most, nice) {
@@ -180,7 +184,7 @@
       for (const v of ys) {
         const y = scale.y(v);
         element(svg, "line", {class: "grid", x1: PAD.left, x2: width - PAD.right, y1: y, y2: y});
-        element(svg, "text", {x: PAD.left - 7, y: y + 3.5, "text-anchor": "end"}).textContent = brief(v, scale.isLog ? v : ys[1] - ys[0]);
+        element(svg, "text", {x: PAD.left - 7, y: y + 3.5, "text-anchor": "end"}).textContent = brief(v, scale.isLog ? v : ys.length > 1 ? ys[1] - ys[0] : v / 100);
       }
       const xs = ticks(scale.x0, scale.x1, Math.max(width / 85, 2), view.x === "time" ? SECONDS : []).filter(v => view.x !== "step" || Number.isInteger(v));
       element(svg, "line", {class: "edge", x1: PAD.left, x2: width - PAD.right, y1: bottom, y2: bottom});
@@ -317,7 +321,7 @@
   start();
   let width = innerWidth, opened = [];
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });
-  addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("details:not([open])")]; for (const one of opened) one.open = true; });
+  addEventListener("beforeprint", () => { opened = [...document.querySelectorAll("details:not([open]):not(#defaults)")]; for (const one of opened) one.open = true; });
   addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
 
   // ---- a report that is served while training goes on ----
