@@ -2,8 +2,8 @@
 
 One thread reads ahead, and batches are tokenized two at a time. The tokenizers library works on a batch with all cores
 and without Python's lock; what Python does for a batch of text (reading it, making arrays of ids) is done meanwhile for
-its neighbours. For rows Python does much more (templates, masks), so that many rows are tokenized by as many
-processes as there are cores.
+its neighbours. For rows Python does much more (templates, masks), so that many rows are tokenized by a process for
+each core, of which this one is the first: it has work to do while the others start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby, islice
 from multiprocessing.connection import Connection, Pipe
 from operator import itemgetter
@@ -40,6 +41,8 @@ BATCH_ROWS = 2048
 AT_ONCE = 2  # batches: while one of them ends with less work than there are cores, the other has some
 FEW = 12  # batches of rows, of about a quarter of a second each: a process takes some four times as long to begin
 MOST_PROCESSES = 16
+AHEAD = 4  # batches for each process: what is done while the first of another one waits for it to begin
+SWITCH_S = 5e-4  # for which a thread keeps others from what came through a pipe, while it encodes rows here
 T = TypeVar("T")
 Placed = list[tuple[Position, T]]  # pieces of text or rows, with the position after each
 AnyRow = Row | JsonLine
@@ -200,7 +203,8 @@ class Worker:
         self._pipe, theirs = Pipe()
         # It imports what this process would, and nothing of the folder in which it happens to be.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({theirs.fileno()})"
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        # One thread of the library rather than none: text takes a quarter longer in the thread that calls it.
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1"}
         about: dict[str, Any] = {"env": environment, "pass_fds": [theirs.fileno()], "start_new_session": True}
         self._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, **about)
         theirs.close()
@@ -226,30 +230,32 @@ class Worker:
 
 
 class Workers:
-    """Processes that encode rows, at most `count`, which start as they are needed. `close` ends them all, when nothing
-    waits for them."""
+    """This process and others that encode rows, `count` in all; the others start as they are needed. `close` ends
+    them, when nothing waits for them."""
 
     def __init__(self, encoder: Encoder, count: int) -> None:
         self._encoder, self.count = encoder, count
         self._started: list[Worker] = []
-        self._idle = SimpleQueue[Worker]()
+        self._idle = SimpleQueue[Callable[[Placed[AnyRow]], TokenBatch]]()
+        self._idle.put(partial(encode_rows, encoder))
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are processes."""
+        """Whether there are other processes."""
         return bool(self._started)
 
     def encode(self, batch: Placed[AnyRow]) -> TokenBatch:
         """As `encode_rows`; LlmqError if the process ends. At most `count` threads call it at a time."""
         try:
-            worker = self._idle.get_nowait()
+            encode = self._idle.get_nowait()
         except Empty:
             worker = Worker(self._encoder)
             self._started.append(worker)
+            encode = worker.encode
         try:
-            return worker.encode(batch)
+            return encode(batch)
         finally:
-            self._idle.put(worker)
+            self._idle.put(encode)
 
     def close(self) -> None:
         for worker in self._started:
@@ -263,8 +269,13 @@ def workers_for(encoder: Encoder | None) -> Iterator[Workers | None]:
     if encoder is None or count == 1:
         yield None
         return
-    with closing(Workers(encoder, count)) as workers:
-        yield workers
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        with closing(Workers(encoder, count)) as workers:
+            yield workers
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _is_single() -> bool:
@@ -293,15 +304,16 @@ def tokenized(
     in the place of the batch where it happened.
     """
     batches, encode, at_once = work.read(position), work.encode, 1 if _is_single() else AT_ONCE
+    num_ahead = at_once
     if workers is not None:
         first = list(islice(batches, FEW + 1))
         batches = chain(first, batches)
         if workers.has_begun or len(first) > FEW:
-            encode, at_once = workers.encode, workers.count
+            encode, at_once, num_ahead = workers.encode, workers.count, AHEAD * workers.count
     pool = ThreadPoolExecutor(at_once, "llmq-tokenize")
     results = ((after, pool.submit(encode, batch)) for after, batch in batches)
     try:
-        with ReadAhead(results, at_once) as ahead:
+        with ReadAhead(results, num_ahead) as ahead:
             for after, result in ahead:
                 yield after, result.result()
     finally:

@@ -87,7 +87,7 @@ def tokenize_data(
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
-    if warning := rebuilt_warning(opened.folder):
+    if warning := rebuilt_warning(opened.folder, opened=opened):
         say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)
     with locked(folder / f"{WORK}.lock", say):

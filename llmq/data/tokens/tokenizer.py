@@ -308,14 +308,16 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(path, copy)
 
 
-def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str | None:
+def rebuilt_warning(
+    folder: Path | None, model_type: str | None = None, opened: TextTokenizer | None = None
+) -> str | None:
     """A warning that transformers 5 changes the Qwen tokenizer in `folder`; None if it does not.
 
     transformers 5 takes vocabulary and merges from tokenizer.json, and nothing else. Where that has another normalizer
     or pre-tokenizer than its class, Qwen2Tokenizer, a model gets other ids there than it was trained on:
     DeepSeek-R1-Distill-Qwen does, as of transformers 5.23. Nothing is imported of transformers: the parts are compared.
-    `model_type` is that of the model that it is for, where config.json is not there to name it. DataError for a JSON
-    file that cannot be read.
+    `model_type` is that of the model that it is for, where config.json is not there to name it; a tokenizer that is
+    `opened` need not be read again. DataError for a JSON file that cannot be read.
     """
     if folder is None or not (path := folder / "tokenizer.json").is_file():
         return None
@@ -326,7 +328,8 @@ def rebuilt_warning(folder: Path | None, model_type: str | None = None) -> str |
     if not is_named and model_type not in (FORCED if named else USUAL):
         return None
     level = {"type": "ByteLevel", "add_prefix_space": bool(settings.get("add_prefix_space")), "use_regex": False}
-    content, rebuilt = read_json(path), {"normalizer": [{"type": "NFC"}], "pre_tokenizer": [SPLIT, level]}
+    content = read_json(path) if opened is None else _described(opened.encoder)
+    rebuilt = {"normalizer": [{"type": "NFC"}], "pre_tokenizer": [SPLIT, level]}
     if not (different := [part for part, steps in rebuilt.items() if _steps(content.get(part)) != steps]):
         return None
     fix = (

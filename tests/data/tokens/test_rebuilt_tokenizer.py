@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ def test_it_warns_of_what_is_rebuilt_otherwise(tmp_path, model_type, tokenizer_c
     folder = folder_of(tmp_path, model_type, tokenizer_class, name, more)
     warning = rebuilt_warning(folder)
     assert (warning is not None) == differs and (not differs or "Different: " in warning)
+    opened = SimpleNamespace(encoder=Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert rebuilt_warning(folder, opened=opened) == warning
     (folder / "config.json").unlink()
     assert rebuilt_warning(folder, model_type) == warning
 
