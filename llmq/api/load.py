@@ -106,6 +106,12 @@ class LoadedModel:
         """
         return self._read("score", tokens, targets, copy=copy)
 
+    def score_and_hits(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """The score of at most a batch of rows (B,T), and 1 where a target is the most likely token, the first of those
+        that are alike, else 0: (B,T) int32."""
+        ids, goals = self._rules.rows("tokens", tokens)[0], self._rules.rows("targets", targets, or_ignored=True)[0]
+        return self._reader_of(ids).scored_rows(ids, goals)
+
     def hidden(self, tokens: Any, *, copy: bool = True) -> Any:
         """What the head reads (T,C) or (B,T,C): the last hidden state, after the last norm, in the model's dtype."""
         return self._read("hidden", tokens, copy=copy)

@@ -10,7 +10,8 @@ from llmq.protocols import Ops, Parameters, Slots
 
 
 class TargetScores(LogitsReader):
-    """-log p of the targets: a.batch.score (B,T), 0 for those that are ignored."""
+    """-log p of the targets: a.batch.score (B,T), 0 for those that are ignored; and a.batch.hits (B,T), 1 for those
+    that are the most likely token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.numbers: dict[str, Any] = {"vocab_size": vocab_size, "z_loss": 0.0}
@@ -18,7 +19,8 @@ class TargetScores(LogitsReader):
     def forward(self, ops: Ops, at: Chunk) -> None:
         """Those of a chunk <- at.a.logits, targets. The gradient is never made."""
         batch = at.a.batch
-        ops.cross_entropy(at.d.logits, at.of(batch.score), None, at.a.logits, at.of(batch.targets), **self.numbers)
+        found = (at.of(batch.score), at.of(batch.hits))
+        ops.cross_entropy(at.d.logits, *found, at.a.logits, at.of(batch.targets), **self.numbers)
 
 
 class WholeLogits(LogitsReader):

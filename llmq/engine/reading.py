@@ -64,6 +64,14 @@ class ModelReader(StoredPlan):
         with self._memory.in_turn():
             return self._run(name, tokens, targets)
 
+    def scored_rows(self, tokens: Any, targets: Any) -> tuple[Any, Any]:
+        """Copies of the score of at most a batch of rows (n,T), and of whether a target is the most likely token
+        (n,T) int32."""
+        with self._memory.in_turn():
+            score = self._run("score", tokens, targets).copy()
+            hits = self._memory.array(storage_name(self._cells["score"].hits))
+            return score, hits[self._places(tokens)].copy()
+
     def batch_size(self, name: str) -> int:
         """Rows that a program reads at a time."""
         return int(self._cells[name].tokens.shape[0])

@@ -31,9 +31,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llmq.api.load import LoadedModel
 from llmq.data.chat.template import ChatTemplate, RenderError, named_tokens, open_template
+from llmq.data.rows.given import on_host
 from llmq.data.tokens.tokenizer import GENERATION_CONFIG, TextTokenizer, json_if_there
 from llmq.errors import DataError, UsageError
-from llmq.evaluation.held_out import scored
 from llmq.screen import StartTask, counted, unshown
 from llmq.tensor import IGNORED
 
@@ -248,23 +248,25 @@ def _by_score(model: LoadedModel, batch: Sequence[ReadOnce]) -> Iterator[tuple[i
         first = len(ids) - max(count for _, count, _ in asked)
         tokens[row, : len(ids)] = ids
         targets[row, first : len(ids)] = [*ids[first + 1 :], asked[0][2]]
-    score, correct = scored(model, tokens, targets)
+    score, hits = map(on_host, model.score_and_hits(tokens, targets))
     for row, (ids, asked) in enumerate(batch):
         for index, count, _ in asked:
             part = slice(len(ids) - count, len(ids))
-            yield index, float(score[row, part].sum(dtype=np.float64)), bool(correct[row, part].all())
+            yield index, float(score[row, part].sum(dtype=np.float64)), bool(hits[row, part].all())
 
 
 def _by_logits(model: LoadedModel, reading: ReadOnce) -> Iterator[tuple[int, float, bool]]:
     """The same of requests that differ in their last token."""
-    ids, size = reading.tokens, max(count for _, count, _ in reading.asked)
+    ids, counts = reading.tokens, [count for _, count, _ in reading.asked]
+    size, xp = max(counts), import_module("cupy") if model.device == "cuda" else np
     logits = model.logits(ids, copy=False)[len(ids) - size :].astype(np.float32)
-    xp = import_module("cupy") if model.device == "cuda" else np
     log_p = logits - logits.max(axis=-1, keepdims=True)
     log_p -= xp.log(xp.exp(log_p).sum(axis=-1, keepdims=True))
-    best = logits.argmax(axis=-1)
-    for index, count, last in reading.asked:
-        targets = xp.asarray([*ids[len(ids) - count + 1 :], last])
-        places = xp.arange(size - count, size)
-        found = log_p[places, targets]
-        yield index, float(found.sum(dtype=np.float64)), bool((best[places] == targets).all())
+    # Those of all requests at once, as each copy from a GPU waits for it.
+    places = np.concatenate([np.arange(size - count, size) for count in counts])
+    targets = np.array([one for _, count, last in reading.asked for one in (*ids[len(ids) - count + 1 :], last)])
+    found, best = on_host(log_p[xp.asarray(places), xp.asarray(targets)]), on_host(logits.argmax(axis=-1))
+    ends = np.cumsum(counts)[:-1]
+    scores, hits = np.split(found, ends), np.split(best[places] == targets, ends)
+    for (index, _, _), score, hit in zip(reading.asked, scores, hits, strict=True):
+        yield index, float(score.sum(dtype=np.float64)), bool(hit.all())

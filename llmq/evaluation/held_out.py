@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,10 @@ def token_sums(model: LoadedModel, documents: Documents, decode: Decode | None, 
         block.sort(key=lambda piece: -len(piece[0]))
         for start in range(0, len(block), model.batch_size):
             tokens, targets = _padded(block[start : start + model.batch_size])
-            score, correct = scored(model, tokens, targets)
+            score, hits = model.score_and_hits(tokens, targets)
             found.nats -= float(score.sum(dtype=np.float64))
             found.tokens += int((targets != IGNORED).sum())
-            found.correct += int(correct.sum())
+            found.correct += int(hits.sum())
             report(found.tokens, None)
     if decode is not None:
         found.num_bytes = sum(num_bytes(*document, decode) for document in documents)
@@ -104,13 +103,6 @@ def _padded(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, 
     for index, (ids, goals) in enumerate(rows):
         tokens[index, : len(ids)], targets[index, : len(ids)] = ids, goals
     return tokens, targets
-
-
-def scored(model: LoadedModel, tokens: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
-    """The log p of a batch's targets (B,T), and which of them are the most likely token (B,T)."""
-    xp = import_module("cupy") if model.device == "cuda" else np
-    best = xp.stack([model.logits(ids, copy=False).argmax(axis=-1) for ids in tokens])
-    return model.score(tokens, targets), best == xp.asarray(targets)
 
 
 @dataclass(frozen=True)

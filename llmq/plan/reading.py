@@ -45,7 +45,8 @@ def plan_reading(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
         size = 1 if name == "logits" else b
         shapes = dict.fromkeys(("tokens", "targets", "positions"), (size, t))
         refs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()}
-        cells[name] = batch = Frame({**refs, name: outputs[name]})
+        more = {"hits": Ref("score.hits", "batch", (b, t), "int32")} if name == "score" else {}
+        cells[name] = batch = Frame({**refs, **more, name: outputs[name]})
         shared = {"batch": batch, "const": Frame({"rope": rope})}
         frames = Frames(model, shared, size, t, config.hidden_size, act, p.stat)
         programs[name] = finished(name, forms(prune(_inferred(model, frames, weights)), {}))

@@ -256,3 +256,12 @@ def test_it_writes_as_generate_does_with_the_weights_that_it_has(model, model_fo
         model.generate(prompts, device="cpu", dtype="bf16")
     with pytest.raises(UsageError, match="no setting max_token "):
         model.generate(prompts, max_token=5)
+
+
+def test_hits_are_the_targets_that_argmax_gives(model):
+    ids, goals = tokens(2, 9), tokens(2, 9)
+    best = model.logits(ids).argmax(axis=-1)
+    goals[:, ::2] = best[:, ::2]
+    goals[0, 4:] = -100
+    score, hits = model.score_and_hits(ids, goals)
+    assert np.array_equal(score, model.score(ids, goals)) and np.array_equal(hits, goals == best) and hits.sum() > 5
