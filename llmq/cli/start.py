@@ -1,8 +1,8 @@
 """What the console scripts call: commands whose imports Ctrl-C ends without a traceback.
 
 Importing a command takes a tenth of a second and more. Meanwhile SIGINT does what it does to other programs; from there
-on `shell.run` answers it. SIGUSR1, which batch systems send ahead of a time limit, ends `llmq-train` with 75 from the
-start.
+on `shell.run` answers it. SIGTERM and SIGUSR1, which batch systems send ahead of a time limit, end `llmq-train` with 75
+from the start.
 """
 
 import os
@@ -23,8 +23,9 @@ def _start(module: str) -> None:
 
 def train() -> None:
     """llmq-train."""
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _end)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     _start("train")
 
 

@@ -19,6 +19,8 @@ EXIT_CODES = {
     signal.SIGHUP: TERMINATED,
     signal.SIGUSR1: TERMINATED,  # what a batch system sends ahead of a job's time limit
 }
+SIGNALS = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}  # by what handlers raise
+AGAIN_S = 0.02  # after which Python is elsewhere
 Handler = Callable[[int, FrameType | None], None]
 HEARD = "\nEnding after this step. A second Ctrl-C ends at once, without the steps since the last checkpoint.\n"
 
@@ -51,15 +53,29 @@ class Interrupt:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Lets SIGTERM and SIGUSR1 end the command as Ctrl-C does; writers on the way remove what cannot be resumed."""
+    """Lets SIGTERM and SIGUSR1 end the command as Ctrl-C does; writers on the way remove what cannot be resumed.
+
+    What a handler raises while Python frees an object goes nowhere: that signal is sent once more.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise SystemExit(TERMINATED)
 
-    before = _handled((signal.SIGTERM, signal.SIGUSR1), terminate)
+    def lost(what: sys.UnraisableHookArgs) -> None:
+        number = SIGNALS.get(what.exc_type)
+        if number is None:
+            hook(what)
+            return
+        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    before, hook = _handled((signal.SIGTERM, signal.SIGUSR1), terminate), sys.unraisablehook
+    sys.unraisablehook = lost
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         _restore(before)
 
 

@@ -46,7 +46,7 @@ class Loop:
             SampleHook(ready.samples, self.log, self._ends),
         )
         self.saving = RunCheckpoints(ready, saver, self.hooks)
-        self.rollbacks = Rollbacks(ready, self.hooks)
+        self.rollbacks = Rollbacks(ready, self.saving, self.hooks)
         self.exit_code = 0  # with which all ranks have agreed to end
         self.is_updating = False  # in an update the state is of no step
 
@@ -196,7 +196,6 @@ class Loop:
 
     def _roll_back(self) -> None:
         """Continues from the last checkpoint, or from the beginning, with the data that follows."""
-        self.saving.settle(self._view())
         plan, self.is_updating = self.rollbacks.begin(self._view()), True  # until the state is of a step again
         self._reopen(plan)
         self.progress, self.is_updating = self.rollbacks.restore(self.engine, self.progress), False

@@ -18,20 +18,21 @@ from llmq.training.hooks import Hook, RunView
 from llmq.training.interrupt import Interrupt
 from llmq.training.progress import Progress
 from llmq.training.ready import Ready
-from llmq.training.saving import load_weights, restore
+from llmq.training.saving import RunCheckpoints, load_weights, restore
 
 
 class Rollbacks:
     """Takes a run back, at most --rollback-limit times to one checkpoint."""
 
-    def __init__(self, ready: Ready, hooks: Sequence[Hook]) -> None:
-        self._ready, self._hooks = ready, hooks
+    def __init__(self, ready: Ready, saving: RunCheckpoints, hooks: Sequence[Hook]) -> None:
+        self._ready, self._saving, self._hooks = ready, saving, hooks
         self._first = {hook.key: hook.state() for hook in hooks if hook.key}
         self._path, self._state = ready.earlier.path, ready.earlier.state  # of where it goes
         self._count = 0  # how often in a row
 
     def begin(self, run: RunView) -> Plan:
-        """Decides where to, with all saves complete; the plan to go on with. NonFiniteError for once too often."""
+        """Completes all saves and decides where to; the plan to go on with. NonFiniteError for once too often."""
+        self._saving.settle(run)
         path, log, limit = self._last(run), self._ready.log, self._ready.options["rollback_limit"]
         self._count = self._count + 1 if path == self._path else 1
         self._path, self._state = path, load(path, verified=False)[0] if path else {}
@@ -79,4 +80,5 @@ class Rollbacks:
             if hook.key in state:
                 hook.resume(state[hook.key])
         before = Progress.read(self._state).reset(resets) if self._path else Progress()
+        self._saving.go_back(self._path, before.step)
         return replace(before, position=now.position, stream=now.stream)

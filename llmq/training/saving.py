@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,10 @@ class RunCheckpoints:
             self.path, self.step = path, begun
             for hook in self._hooks:
                 hook.on_save(run, path, begun)
+
+    def go_back(self, path: Path | None, step: int) -> None:
+        """The run is that of a checkpoint again: later steps are saved again."""
+        self.path, self.step, self._begun = path, step, step
 
     def rescue(self, run: RunView, error: Exception, *, is_updating: bool) -> None:
         """Saves the finished steps before an error ends the run; no older checkpoint goes for that."""

@@ -113,9 +113,10 @@ def test_an_interrupt_while_a_command_is_imported_has_no_traceback(name, tmp_pat
     assert done.returncode == -signal.SIGINT and done.stderr == b""
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 @pytest.mark.parametrize("start", ["-c from llmq.cli.start import train; train()", "-m llmq"])
-def test_sigusr1_while_training_is_imported_asks_to_try_again(start, tmp_path):
-    (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT.replace("SIGINT", "SIGUSR1"))
+def test_the_end_of_a_job_while_training_is_imported_asks_to_try_again(start, name, tmp_path):
+    (tmp_path / "click.py").write_text(INTERRUPTED_IMPORT.replace("SIGINT", name))
     done = process(*start.split(" ", 1), "--help", first=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (75, b"", b"")
 

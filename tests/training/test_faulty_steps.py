@@ -14,9 +14,10 @@ from tiny_runs import T, change_manifest, folder, hash_of, weights_of, write_wei
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import NonFiniteError, RefusedStepError, UsageError
+from llmq.files.checkpoint import load
 from llmq.options.parse import Options
 from llmq.report.read import read_log
-from llmq.training.hooks import Hook
+from llmq.training.hooks import Ask, Hook
 from llmq.training.progress import Progress
 from llmq.training.ranks import Ranks
 from llmq.training.train import run
@@ -40,6 +41,7 @@ OPTIONS = {
     "eval_every_n_steps": 0,
     "export_anyway": True,
 }
+SHAPE = {"tie_embeddings": False, "hidden_size": 64, "head_dim": 16, "intermediate_size": 128}  # a GPU takes it
 AT = 4  # the step that meets BAD
 BACK = {"on_nonfinite": "rollback"}
 WAYS = {
@@ -57,7 +59,7 @@ WAYS = {
 def made(tmp_path_factory):
     """Two models: in one the embedding of BAD is infinite; a token file, in which one row has BAD."""
     path = tmp_path_factory.mktemp("faulty")
-    write_weights(folder(path / "source", tie_embeddings=False), path / "sound")
+    write_weights(folder(path / "source", **SHAPE), path / "sound")
     shutil.copytree(path / "sound", path / "base")
     tensors = load_file(path / "base/model.safetensors")
     tensors["model.embed_tokens.weight"][BAD] = math.inf
@@ -94,7 +96,7 @@ def events(kind):
     return [event for event in read_log(LOG).events if event["type"] == kind]
 
 
-@pytest.mark.quick("plain", "two ranks", "lora")
+@pytest.mark.quick("two ranks")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rollback_is_a_resume_with_the_data_that_follows(place, way):
     """The run equals one that is resumed by hand from the checkpoint before the fault, at the data after it."""
@@ -133,12 +135,38 @@ class Ends(Hook):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_a_run_that_ends_after_a_rollback_resumes_with_the_same_bits(place, step):
     whole = train(**BACK, name="whole")
     assert train(hooks=[Ends(step)], **BACK).exit_code == 75
     parts = train(**BACK, **{"continue": "newest"})
     assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+
+
+class Saves(Hook):
+    """Asks for a checkpoint of step 3, which is not due."""
+
+    def after_step(self, run, record):
+        return Ask.SAVE if record.step == 3 else None
+
+
+def test_what_was_saved_after_the_checkpoint_is_saved_again(place):
+    train(hooks=[Saves()], **BACK)
+    state, _ = load(SAVED / "step-00000003")
+    assert state["position"] == 4 * (AT + 1)
+
+
+def test_sites_that_have_left_fp8_since_are_back(place, monkeypatch):
+    """They leave it again, as they would in a run that is resumed from there."""
+    monkeypatch.setattr("llmq.training.fp8.LEAST_SNR_DB", {"e4m3": 99.0, "e5m2": 99.0})
+    more = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "log_fp8_every": 1, "fp8_fallback": True, "ckpt_interval": 0}
+    rolled = train(**BACK, **more)
+    left = [event["step"] for event in events("notice") if "fell_back" in event]
+    assert left == [1, 1] and events("rollback")[0]["step"] == 0
+    monkeypatch.setattr("llmq.training.ready.Progress", lambda: Progress(position=4 * AT))
+    by_hand = train(name="by hand", **more)
+    assert weights_of(by_hand.checkpoint_path) == weights_of(rolled.checkpoint_path)
 
 
 def test_without_a_checkpoint_a_rollback_goes_to_the_beginning(place, monkeypatch):
@@ -163,6 +191,7 @@ def test_a_run_that_meets_faults_again_and_again_ends(place):
     assert len(events("rollback")) == 2 and events("end")[0]["reason"] == "failed"
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("way", ["plain", "two ranks"])
 def test_stop_ends_the_run_as_it_was_before_the_step(place, way):
     skipped = train(**WAYS[way], name="skipped", ckpt_interval=1)
@@ -182,11 +211,11 @@ FIRST = {  # factors of weights, and the first that is not finite; without facto
     "embedding": (
         {},
         {},
-        r"embedding_forward \(forward of micro-batch 1\): 0.attention.res of layer 0: 48 of 1,536 .*embed",
+        r"embedding_forward \(forward of micro-batch 1\): 0.attention.res of layer 0: 64 of 2,048 .*embed",
     ),
     "activation": (HUGE, {}, rf"swiglu_forward \(forward of micro-batch 1\): 0.mlp.act of layer 0: .*{FINITE}"),
     "norm": ({"lm_head": 1e21}, {}, rf"sum_squares \(update\): partials: .*{FINITE}"),
-    "one rank": ({}, WAYS["two ranks"], r"all_gather \(forward\): embed.weight: 48 of .*; so is what it read"),
+    "one rank": ({}, WAYS["two ranks"], r"all_gather \(forward\): embed.weight: 64 of .*; so is what it read"),
     "replay": (HUGE, {"recompute_block": True, "offload_optimizer": True}, r"swiglu_forward \(forward"),
     "fused": (HUGE, {"fused_update": True, "grad_accumulation": 1, "grad_clip": 0.0}, r"swiglu_forward \(forward\)"),
     "fused gradient": (
@@ -209,11 +238,40 @@ def scaled(factors):
     return "scaled"
 
 
+@pytest.mark.quick("embedding", "one rank", "norm")
 @pytest.mark.parametrize("case", FIRST)
 def test_the_first_bad_op_is_named(place, case):
     factors, options, words = FIRST[case]
     with pytest.raises(RefusedStepError, match=words):
         train(model=scaled(factors), on_nonfinite="stop", debug_nan=True, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more", [{}, {"recompute_block": True, "offload_optimizer": True}, {"use_cuda_graphs": False}], ids=str
+)
+@pytest.mark.parametrize("case", ["embedding", "activation", "norm"])
+def test_the_first_bad_op_is_named_on_a_gpu(place, case, more):
+    """After steps that ran as graphs; and with the bits of steps that nothing has looked at."""
+    factors, _, words = FIRST[case]
+    more = {"device": "cuda", "model_dtype": "bf16", **more}
+    with pytest.raises(RefusedStepError, match=words):
+        train(model=scaled(factors), on_nonfinite="stop", debug_nan=True, **more)
+    if case == "embedding":
+        looked = train(debug_nan=True, name="looked", **more)
+        assert weights_of(looked.checkpoint_path) == weights_of(train(name="plain", **more).checkpoint_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"matmul_dtype": "e4m3"}, {"offload_optimizer": True}], ids=str)
+def test_a_run_on_a_gpu_goes_back(place, more):
+    more = {"device": "cuda", "model_dtype": "bf16", **more}
+    rolled = train(**BACK, **more)
+    assert [event["step"] for event in events("rollback")] == [2] and np.isfinite(rolled.history["loss"]).all()
+    whole = weights_of(rolled.checkpoint_path)
+    shutil.rmtree(SAVED.parent)
+    assert train(hooks=[Ends(7)], **BACK, **more).exit_code == 75
+    assert weights_of(train(**BACK, **more, **{"continue": "newest"}).checkpoint_path) == whole
 
 
 class Looks(Hook):
@@ -243,7 +301,7 @@ SOUND = {
 }
 
 
-@pytest.mark.quick("fp8", "packed")
+@pytest.mark.quick("fp8")
 @pytest.mark.parametrize("way", SOUND)
 def test_looking_finds_nothing_in_sound_steps_and_changes_none(place, way):
     about = {**SOUND[way], "model": "sound", "steps": 3}

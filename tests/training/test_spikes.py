@@ -45,6 +45,7 @@ def place(tmp_path, monkeypatch):
     """A folder with a model, and rows of one token, of which one has others."""
     monkeypatch.chdir(tmp_path)
     folder(tmp_path / "source")
+    folder(tmp_path / "wide", hidden_size=64, head_dim=16, intermediate_size=128)  # which a GPU takes
     tokens = np.full(40 * T + 1, 5)
     tokens[21 * T : 22 * T] = np.arange(T) + 40
     with TokenWriter("train.bin", vocab_size=97) as file:
@@ -86,7 +87,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick("plain", "two ranks", "fused")
+@pytest.mark.quick("two ranks", "fused")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_update_of_a_spike_is_skipped(place, way):
     result = train(on_spike="skip", ckpt_interval=1, **{**SPIKES, **WAYS[way]})
@@ -95,6 +96,15 @@ def test_the_update_of_a_spike_is_skipped(place, way):
     assert found and log["step"][log["applied"] == 0].tolist() == found and np.isfinite(log["norm"]).all()
     assert masters(found[0]) == masters(found[0] - 1) != masters(found[0] + 1)
     assert result.exit_code == 0 and result.model_path is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"fused_update": True, "grad_clip": 0.0, "grad_accumulation": 1}], ids=str)
+def test_a_gpu_skips_the_update_of_a_spike(place, more):
+    train(model="wide", device="cuda", on_spike="skip", ckpt_interval=1, **{**SPIKES, "spike_zscore": 1.0, **more})
+    log, found = read_log("runs/run").train, spikes()
+    assert found and log["step"][log["applied"] == 0].tolist() == found
+    assert masters(found[0]) == masters(found[0] - 1) != masters(found[0] + 1)
 
 
 class Ends(Hook):
@@ -108,7 +118,7 @@ class Ends(Hook):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.quick("skip")
+@pytest.mark.quick("13-skip")
 @pytest.mark.parametrize("what", ["skip", "rollback"])
 @pytest.mark.parametrize("step", [AT - 1, AT + 1])
 def test_a_resumed_run_knows_the_losses_before(place, what, step):
