@@ -39,6 +39,7 @@ def whole() -> list[dict[str, Any]]:
     for step in range(1, 7):
         about = {"step": step, "time": 1e9 + step, "time_ms": 100.0, "tokens": 512, "trained_tokens": 512}
         records.append({"type": "train", **about, "loss": 5 / step, "norm": 1.0, "lr": 1e-5, "sol": 0.5, "tps": 5120.0})
+        records[-1] |= {"accuracy": step / 10, "memory_mib": 99.5, "wait_ms": 1.5}
         records.append({"type": "metrics", "step": step, "values": {"mine": step / 2, "$_$": "NaN"}})
         if step % 2 == 0:
             records.append({"type": "eval", **about, "loss": 4 / step, "train_loss": 1.0, "epoch": 1.0, "tps": 1.0})
@@ -50,6 +51,7 @@ def whole() -> list[dict[str, Any]]:
             records.append({"type": "checkpoint", "step": step, "path": f"ckpt/step_{step}"})
         if step == 4:
             records.append({"type": "resume", "step": 3, "time": 1e9 + 50, **sections, "options": {"name": "a"}})
+    records.append({"type": "rollback", "step": 6, "time": 1e9 + 60})
     records.append({"type": "notice", "step": 6, "text": "Careful", "warning": True})
     records.append({"type": "end", "step": 6, "reason": "finished", "train_loss": 1.0, "warnings": ["Careful"]})
     return records

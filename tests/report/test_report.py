@@ -69,9 +69,10 @@ def test_the_page_has_what_the_log_has(tmp_path: Path) -> None:
     assert loss[0]["s"] == [1, 2, 3, 5, 6] and loss[0]["v"] == [5, 2.5, 1.66667, 1, 0.833333]
     assert loss[1]["s"] == [2, 6] and loss[1]["v"] == [2, 0.666667]
     assert series(found.data, "sol")[0]["v"] == [50] * 5  # percent
+    assert series(found.data, "accuracy")[0]["v"] == [10, 20, 30, 50, 60]
     assert series(found.data, "metric mine")[0]["v"] == [0.5, 1, 1.5, 2.5, 3]
     assert series(found.data, "snr_db")[0]["s"] == [2, 6]
-    assert found.data["axes"][0]["resumed"] == [3]
+    assert found.data["axes"][0]["resumed"] == [3, 6]
     texts = (
         "finished",
         "2.2000",
