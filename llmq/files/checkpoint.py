@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from llmq.options.run import CheckpointOptions
 
 NEWEST, AUTO = "newest", "auto"
-METRICS = {"eval_loss": "eval/loss", "eval_accuracy": "eval/accuracy"}  # as manifests name them
+METRICS = {
+    "eval_loss": "eval/loss",
+    "eval_accuracy": "eval/accuracy",
+}  # as manifests name them; others have their own names
 SAVE_NOW = "save"  # the file beside the checkpoint folder that asks a run for a checkpoint
 Warn = Callable[[str], None]
 MOST_NAMED = 10  # differences from a checkpoint
@@ -43,7 +46,9 @@ class Checkpoints:
 
     def __init__(self, options: CheckpointOptions) -> None:
         self.folder = Path(options.checkpoint_dir)
-        self.keep = Keep(options.ckpt_keep_n, options.ckpt_major, METRICS.get(options.save_best or ""))
+        self.keep = Keep(
+            options.ckpt_keep_n, options.ckpt_major, METRICS.get(options.save_best or "", options.save_best)
+        )
         self.resets = frozenset(options.reset or ())
         self._interval = options.ckpt_interval
         self._continue = options.continue_

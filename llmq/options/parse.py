@@ -85,6 +85,8 @@ def _across(sections: Mapping[str, Any]) -> Iterator[str]:
     if data and source:
         plans_only = run is not None and run.dry_run
         yield from source.beside(data, plans_only=plans_only)
+    if (log := sections["log"]) and (checkpoint := sections["checkpoint"]):
+        yield from checkpoint.beside(log)
     if system and run and system.gpu is not None and not run.dry_run:
         yield f"--gpu {system.gpu} only plans: add --dry-run, or choose a GPU of this machine with CUDA_VISIBLE_DEVICES"
 

@@ -57,13 +57,13 @@ Resets = Annotated[tuple[Literal["optimizer", "data", "lr"], ...] | None, Before
 Checkpoint = Annotated[int | Path | None, BeforeValidator(_which_checkpoint)]
 
 
+AnswerMetric = Literal["exact_match", "bleu", "rouge"]
+AnswerScore = Literal["eval_exact_match", "eval_bleu", "eval_rouge1", "eval_rouge2", "eval_rougeL"]
 # What releases before this called eval/loss is the eval_loss of logs and of Python.
 Metric = Annotated[
-    Literal["eval_loss", "eval_accuracy"], BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value)
+    Literal["eval_loss", "eval_accuracy", AnswerScore],
+    BeforeValidator(lambda value: "eval_loss" if value == "eval/loss" else value),
 ]
-
-
-AnswerMetric = Literal["exact_match", "bleu", "rouge"]
 
 
 class LogOptions(Section):
@@ -199,6 +199,12 @@ class CheckpointOptions(Section):
         shown="nothing",
         metavar="[optimizer,data,lr]",
     )
+
+    def beside(self, log: LogOptions) -> Iterator[str]:
+        """Contradictions with what is measured."""
+        measured = (*(log.eval_metrics or ()), "loss", "accuracy")
+        if self.save_best is not None and not self.save_best.removeprefix("eval_").startswith(measured):
+            yield f"{self.written('save_best')} is of answers: add --eval-metrics exact_match, bleu or rouge with it"
 
     def contradictions(self) -> Iterator[str]:
         if self.reset and self.continue_ is None:

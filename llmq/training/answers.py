@@ -29,7 +29,10 @@ class AnswerMetrics(Callback):
         try:
             found = run.generate([list(one.prompt) for one in self.asks])
             answers, references = [one.text or "" for one in found], [one.reference for one in self.asks]
-            run.log(**{f"eval_{name}": it for name, it in answer_scores(self._metrics, answers, references).items()})
+            scores = {f"eval_{name}": it for name, it in answer_scores(self._metrics, answers, references).items()}
+            run.log(**scores)
+            if run._ready.earlier.checkpoints.improves(scores):  # which the other ranks cannot know
+                run.save()
         except Exception as error:
             if not run._is_served:  # the other ranks do not wait any more
                 raise

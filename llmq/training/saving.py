@@ -4,6 +4,7 @@ How the run that continues a checkpoint differs is found out from that. To load 
 minutes: a run that is asked to end meanwhile raises Stopped and leaves the rest.
 """
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -69,10 +70,17 @@ class RunCheckpoints:
         own = {hook.key: hook.state() for hook in self._hooks if hook.key}
         state = {**now.stored, **own, **state_of(self._ready, plan)}
         beside = beside or now.rejected > 0  # theirs may be the last sound weights
-        snapshot = Snapshot(now.step, checkpoint_slices(plan), run.engine.state, state, now.metrics)
+        snapshot = Snapshot(now.step, checkpoint_slices(plan), run.engine.state, state, self._metrics(run))
         self._saver.save(snapshot, Keep() if beside else self._checkpoints.keep)
         self._begun = now.step
         self.settle(run, wait=False)
+
+    def _metrics(self, run: RunView) -> dict[str, float]:
+        """What the evaluation of this step has found, with what a callback logged of it that --save-best goes by."""
+        name, now, history = self._checkpoints.keep.best or "", run.progress, run.history
+        if name not in history or history.steps(name)[-1] != now.step or not math.isfinite(history[name][-1]):
+            return now.metrics
+        return {**now.metrics, name: float(history[name][-1])}
 
     def settle(self, run: RunView, *, wait: bool = True) -> None:
         """Notes a save that is complete, having waited for it or not. StorageError for one that failed."""

@@ -12,6 +12,7 @@ import llmq
 from llmq.cli import shell
 from llmq.cli.eval import command
 from llmq.errors import UsageError
+from llmq.files.manifest import read_manifest
 from llmq.report.read import read_log
 
 ROWS = [{"prompt": f"{word} of", "completion": " ships"} for word in ("king", "Aye", "3", "What", "ROMEO") * 6]
@@ -55,6 +56,21 @@ def test_scores_are_logged_and_change_no_bit(asked, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["exact_match"] == 1
     early = {"early_stopping_patience": 1, "early_stopping_metric": "eval_exact_match", "name": "early", "steps": 80}
     assert "eval_exact_match has not improved" in llmq.train(**{**asked, **early}).stopped_by
+
+
+def test_the_best_checkpoint_is_kept(asked, monkeypatch):
+    """By a score that is best in the first evaluation, and again in the last, which is no better."""
+    scores = iter([0.5, 0.25, 0.5])
+    monkeypatch.setattr("llmq.training.answers.answer_scores", lambda *about: {"rougeL": next(scores)})
+    monkeypatch.setattr("llmq.training.answers.require_packages", lambda metrics: None)
+    best = {"eval_metrics": "rouge", "save_best": "eval_rougeL", "ckpt_interval": 0, "ckpt_keep_n": 1}
+    result = llmq.train(**{**asked, **best})
+    kept = {
+        path.name: read_manifest(path).metrics["eval_rougeL"] for path in result.checkpoint_path.parent.glob("step-*")
+    }
+    assert kept == {"step-00000008": 0.5, "step-00000024": 0.5}
+    with pytest.raises(UsageError, match="--save-best eval_bleu is of answers: add --eval-metrics"):
+        llmq.train(**{**asked, "save_best": "eval_bleu"})
 
 
 def test_a_failure_is_a_warning(asked, monkeypatch):
