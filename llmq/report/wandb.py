@@ -101,7 +101,7 @@ class WandbExport:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self._id):
             raise UsageError(f"--run-id {run_id!r} is not an id for W&B: use up to 64 letters, digits, '-' and '_'")
         mode = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
-        self._tracker = Wandb(project, entity, name, mode=mode)
+        self._tracker = Wandb(project, entity, name, mode=mode, patience=0)
         with _explained():
             run = TrackedRun(self._id, run_name(path, header), path.parent, config_of(header))
             self._sender = Sender(self._tracker, run)

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llmq.errors import UsageError
-from llmq.training.trackers import TrackedRun, Tracker
+from llmq.training.trackers import FLUSH_S, TrackedRun, Tracker
 
 INSTALL = 'install llmq with its extra [wandb], or `pip install "wandb>=0.20"`'
 
@@ -20,13 +20,20 @@ class Wandb(Tracker):
     """A run of W&B, whose history cannot be rewritten: steps that a resume makes again stay as they were.
 
     `mode` is online or offline; by default that of WANDB_MODE, or online with a key, so that nothing prompts for one.
+    `patience` are the seconds that W&B may take at the end of a run, and twice as many at its start; 0: any time.
     """
 
     package, install = "wandb", INSTALL
     title = "Weights & Biases"
 
     def __init__(
-        self, project: str | None = None, entity: str | None = None, name: str | None = None, *, mode: str | None = None
+        self,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        *,
+        mode: str | None = None,
+        patience: float = FLUSH_S,
     ) -> None:
         """UsageError for a project or a mode that W&B does not have, and without wandb."""
         super().__init__()
@@ -40,7 +47,7 @@ class Wandb(Tracker):
         if self.mode not in ("online", "offline"):
             raise UsageError(f"WANDB_MODE={self.mode} would send nothing: unset it, or set it to online or offline")
         self._about: dict[str, Any] = {"project": project, "entity": entity}
-        self._name = name
+        self._name, self._patience = name, patience
         self._of_wandb: Any = None
 
     @property
@@ -61,6 +68,9 @@ class Wandb(Tracker):
         settings = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, save_code=False
         )
+        if self._patience:  # else the end of the process waits until all is sent; `wandb sync` sends the rest
+            known = {"init_timeout": 2 * self._patience, "finish_timeout": self._patience}
+            settings = settings.model_copy(update={k: v for k, v in known.items() if k in type(settings).model_fields})
         self._of_wandb = wandb.init(
             **self._about,
             name=self._name or run.name,
