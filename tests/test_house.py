@@ -52,6 +52,7 @@ OWNERS = {
     "CheckpointOptions": "llmq.files.checkpoint",
     "SystemOptions": "llmq.hardware.device",
     "LaunchOptions": "llmq.comm.launch",
+    "ProfileOptions": "llmq.training.profile",
     "RunOptions": "llmq.training.prepare",
 }
 BRANCHES = (ast.If, ast.IfExp, ast.While, ast.Match, ast.Try, ast.BoolOp, ast.Assert)

@@ -50,6 +50,7 @@ from llmq.options.run import (
     FaultOptions,
     LaunchOptions,
     LogOptions,
+    ProfileOptions,
     RunOptions,
     StoppingOptions,
     SystemOptions,
@@ -76,7 +77,12 @@ OPEN = {"attn_bwd_chunks": "auto", "lmhead_chunks": 0}  # what leaves a number t
 OF_ADAPTERS = {"learning_rate": adapters.RATE, "master_dtype": "fp32", "grad_accum_dtype": "fp32"}  # defaults
 NEEDED = ("model", "train_file", "data")  # the last two are alternatives
 LONGEST_NAME = 200  # bytes of a file's name: file systems take 255, and files in the making have longer names
-PATHS_WITH_NAME = (("log", "log_file"), ("checkpoint", "checkpoint_dir"), ("export", "out_dir"))
+PATHS_WITH_NAME = (
+    ("log", "log_file"),
+    ("checkpoint", "checkpoint_dir"),
+    ("export", "out_dir"),
+    ("profile", "profile_file"),
+)
 
 
 def _across(sections: Mapping[str, Any]) -> Iterator[str]:
@@ -117,6 +123,7 @@ class Options:
     export: ExportOptions
     system: SystemOptions
     launch: LaunchOptions
+    profile: ProfileOptions
     run: RunOptions
     templates: Mapping[str, str]
     given: frozenset[str] = field(default=frozenset(), compare=False)

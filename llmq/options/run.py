@@ -28,6 +28,7 @@ from llmq.options.field import (
 )
 
 RUN_FOLDER = "runs/%n"
+TRACE = f"{RUN_FOLDER}/trace.json.gz"
 LARGEST_SEED = 2**64 - 1  # two 32-bit words of a Philox key
 
 
@@ -269,6 +270,18 @@ class LaunchOptions(Section):
     def contradictions(self) -> Iterator[str]:
         if self.ray_address is not None and self.launcher != "ray":
             yield f"--ray-address {self.ray_address} is for a Ray cluster: add --launcher ray, or leave it out"
+
+
+class ProfileOptions(Section):
+    title = "Profile"
+    profile: Positive | None = option(
+        None, "Write a Chrome trace of N steps, after two of warm-up, by op and lane.", shown="off", metavar="N"
+    )
+    profile_file: Path = option(TRACE, "The trace, for ui.perfetto.dev; compressed if it ends in .gz.")
+
+    def contradictions(self) -> Iterator[str]:
+        if self.profile is None and self.profile_file != TRACE:
+            yield f"--profile-file {self.profile_file} is for a profile: add --profile 3, or leave it out"
 
 
 class RunOptions(Section):

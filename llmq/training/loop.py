@@ -19,6 +19,7 @@ from llmq.training.finish import export_all
 from llmq.training.fp8 import Fp8Watch, carried
 from llmq.training.hooks import Ask, Hook, LogHook, MethodHook, RunView
 from llmq.training.interrupt import Interrupt
+from llmq.training.profile import profile_hooks, profiled
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord, TrainResult
 from llmq.training.rollback import Rollbacks
@@ -44,6 +45,7 @@ class Loop:
             Fp8Watch(ready, self._switch),
             MethodHook(self.log.say),
             SampleHook(ready.samples, self.log, self._ends),
+            *profile_hooks(ready),
         )
         self.saving = RunCheckpoints(ready, saver, self.hooks)
         self.rollbacks = Rollbacks(ready, self.saving, self.hooks)
@@ -202,7 +204,8 @@ class Loop:
         self._tell("on_rollback")
 
     def _opened(self, plan: Plan) -> tuple[Engine, float]:
-        return engine_of(self.ready.asked.faults)(plan, self.ready.backend), self.ready.light_s(plan)
+        engine = profiled(self.ready.asked.profile, engine_of(self.ready.asked.faults))
+        return engine(plan, self.ready.backend), self.ready.light_s(plan)
 
     def _reopen(self, plan: Plan) -> None:
         """Another engine, whose memory is that of the one before, once no rank has it open."""

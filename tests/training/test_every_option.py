@@ -91,6 +91,7 @@ VALUES = {  # unlike the default, and what the runs above have
     "early_stopping_patience": 1, "early_stopping_metric": "loss", "early_stopping_min_delta": 0.1,
     "callback": "early_stopping:patience=1", "spike_window": 4, "spike_zscore": 0.5, "rollback_limit": 2,
     "loss": "squares", "adapter_method": "slower",
+    "report_to": "tensorboard", "profile": 1, "profile_file": "runs/t.json",
     "base_dtype": ["bf16", "nf4"], "lora_bias": "all", "lora_init": ["gaussian", "pissa"],
 }
 # fmt: on
