@@ -232,7 +232,18 @@ FAULTS = {
         ("tests/training/test_callbacks.py",),
         lambda real, *arguments: dict(reversed(real(*arguments).items())),
     ),
+    "a_rollback_goes_to_the_beginning": Fault(
+        "llmq.training.rollback:Rollbacks._last",
+        ("tests/training/test_faulty_steps.py",),
+        lambda real, self, run: self._ready.earlier.path,
+    ),
+    "a_skipped_spike_is_applied": Fault(
+        "llmq.model.limited_update:LimitedUpdater.limit",
+        ("tests/training/test_spikes.py",),
+        lambda real, self, ops, agreed: None,
+    ),
     # files
+    "secrets_of_urls_are_shown": Fault("llmq.redact:note_secrets", ("tests/test_secrets.py",), lambda real, text: None),
     "export_transposed": Fault(
         "llmq.files.huggingface:_row_slices",
         ("tests/files/test_huggingface.py",),
