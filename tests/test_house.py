@@ -215,6 +215,13 @@ def test_training_imports_no_report():
     assert "llmq.engine.measure" in found and not {module for module in found if place(module) in {"report", "cli"}}
 
 
+def test_a_run_imports_no_metrics_of_answers():
+    """They are imported where --eval-metrics asks for them."""
+    found = reached("llmq.training.train", at_import=True)
+    assert "llmq.training.evaluation" in found
+    assert not {m for m in found if m.endswith(".answers") or place(m) == "evaluation"}
+
+
 @pytest.mark.parametrize("module", [*below("blocks", "sites", "optimizers"), "llmq.model.decoder"])
 def test_block_code_is_straight_lines(module):
     """Law 1: no decision on a tensor or an option in a function that is given `ops`."""
