@@ -106,7 +106,7 @@ def plot_runs(logs: Sequence[Log], out: Path) -> Path:
             '`pip install "matplotlib>=3.8"`'
         ) from error
     style: Any = {**dict(matplotlib.rcParamsDefault), **STYLE}  # not the user's matplotlibrc
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style), np.errstate(all="ignore"):  # of numbers near the largest
         figure = Figure(dpi=160, facecolor="white")
         _draw(figure, [_run(*one) for one in zip(logs, labels(logs), cycle(COLOURS), strict=False)])
         image = io.BytesIO()

@@ -265,6 +265,12 @@ def _held_out(record: Mapping[str, Any]) -> str:
     return json.dumps(dataset.get("eval") if isinstance(dataset, dict) else None)
 
 
+def runs_in(path: Path) -> list[Path]:
+    """A run alone, or all runs in a folder of runs."""
+    inner = [] if any(path.glob("*.jsonl")) else sorted(log.parent for log in path.glob("*/log.jsonl"))
+    return inner or [path]
+
+
 def read_runs(runs: Iterable[Path], *, begun: bool = True) -> list[Log]:
     """The logs of run folders or log files, or of all runs in a folder of runs that have steps.
 
@@ -272,9 +278,8 @@ def read_runs(runs: Iterable[Path], *, begun: bool = True) -> list[Log]:
     """
     logs, problems = [], []
     for path in map(Path, runs):
-        inner = [] if any(path.glob("*.jsonl")) else sorted(log.parent for log in path.glob("*/log.jsonl"))
         try:
-            found = [read_log(run) for run in inner or [path]]
+            found = [read_log(run) for run in runs_in(path)]
             kept = [log for log in found if log.train["step"].size or log.eval["step"].size]
             if begun and not kept:
                 raise DataError(f"the log {found[0].path} has no steps yet")

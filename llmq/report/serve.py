@@ -19,7 +19,7 @@ from typing import Any
 
 from llmq.errors import LlmqError, UsageError
 from llmq.report.page import page, policy
-from llmq.report.read import find_log, read_runs
+from llmq.report.read import find_log, read_runs, runs_in
 
 HOST = "127.0.0.1"
 EVERY_MS = 2000  # between the questions of a page
@@ -57,7 +57,7 @@ class Live:
     def _now(self) -> object:
         """What changes when a log does."""
         found = []
-        for run in self._runs:
+        for run in (one for given in self._runs for one in runs_in(given)):
             try:
                 about = os.stat(find_log(run))
                 found.append((about.st_ino, about.st_size, about.st_mtime_ns))

@@ -292,6 +292,16 @@ def test_a_served_report_is_renewed(served: tuple[int, Path], monkeypatch: pytes
     assert asked(port)[1] == content
 
 
+def test_new_runs_of_a_folder_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "LEAST_PAUSE", 0)
+    sample_files.write_run(tmp_path / "a", [2.0, 1.0], {})
+    live = serve.Live([tmp_path])
+    assert Parsed(live.get()[0]).data["labels"] == ["a"]
+    sample_files.write_run(tmp_path / "b", [2.0, 1.0], {})
+    monkeypatch.setattr(serve.time, "monotonic", lambda: math.inf)
+    assert Parsed(live.get()[0]).data["labels"] == ["a", "b"]
+
+
 def test_only_this_machine_may_read_it_and_nothing_else(served: tuple[int, Path]) -> None:
     port, _ = served
     assert asked(port, Host=f"localhost:{port}")[0] == 200
