@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from in_process import train_on_ranks
-from tiny_runs import weights_of
+from tiny_runs import folder, weights_of
 
 import llmq
 
@@ -78,6 +78,23 @@ def test_ranks_are_processes(given):
     spans, names = checked(Path("trace.json"))
     assert {names["process_name", rank, 0] for rank in (0, 1)} == {"rank 0", "rank 1"}
     assert {one["pid"] for one in rows(spans, names, "comm")} == {0, 1}
+
+
+@pytest.mark.gpu
+def test_a_gpu_marks_its_lanes_with_events_and_changes_no_bit(given, tmp_path):
+    pytest.importorskip("cupy")
+    wide = str(folder(tmp_path / "wide", hidden_size=64, head_dim=16, intermediate_size=384))
+    own = {"device": "cuda", "model": wide, "model_dtype": "bf16", "matmul_dtype": "bf16", "master_dtype": "fp32"}
+    given = {**given, **own, "offload_residual": True, "recompute_block": True, "steps": 6}
+    profiled = llmq.train(**given, profile=3)
+    alone = llmq.train(**{**given, "name": "alone"})
+    assert weights_of(profiled.checkpoint_path) == weights_of(alone.checkpoint_path)
+    spans, names = checked(Path("runs/run/trace.json.gz"))
+    calls = [one for lane in ("main", "to_host", "to_device") for one in rows(spans, names, lane)]
+    assert rows(spans, names, "to_host") and len(rows(spans, names, "launches")) == len(calls)
+    steps = [one for one in rows(spans, names, "host") if one["name"] == "update"]
+    main = max(one["ts"] + one["dur"] for one in rows(spans, names, "main") if one["args"]["phase"] == "update")
+    assert all(one["dur"] > 0 for one in steps) and main <= max(one["ts"] + one["dur"] for one in steps) + 1e3
 
 
 def test_a_short_run_says_that_nothing_was_profiled(given):
