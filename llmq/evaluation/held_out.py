@@ -10,7 +10,7 @@ import glob
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,11 @@ class HeldOut:
     end_texts: tuple[str, ...]
 
     @classmethod
-    def open(cls, name: str, options: Options, weights: ModelWeights, say: Say, task: StartTask) -> HeldOut:
-        """All documents of a token file, or of data that --data of llmq-train names, tokenized as there. UsageError,
-        DataError."""
+    def open(
+        cls, name: str, limit: int | None, options: Options, weights: ModelWeights, say: Say, task: StartTask
+    ) -> HeldOut:
+        """The first `limit` documents of a token file, or of data that --data of llmq-train names, tokenized as there.
+        UsageError, DataError."""
         source, room = weights.source, options.to_flat()["seq_len"]
         patterns = [glob.escape(name)]
         if Path(name).suffix != TOKEN_FILE:
@@ -126,16 +128,13 @@ class HeldOut:
         known = [(file, it) for file in files if (it := Sidecar.read(file.path, file.num_tokens)) is not None]
         folder = source.tokenizer_folder or next((tokenizer_folder(file.path, it) for file, it in known), None)
         vocab = source.config.vocab_size
-        documents = [file.document(number, vocab) for file in files for number in range(file.num_documents)]
+        each = (file.document(number, vocab) for file in files for number in range(file.num_documents))
+        documents = list(islice(each, limit))
         if folder is None:
             return cls(documents, None, ())
         encoder = TextTokenizer.open(str(folder)).encoder
         ends = {number for _, sidecar in known for number in sidecar.end_token_ids}
         return cls(documents, encoder.decode, tuple(str(encoder.id_to_token(number)) for number in sorted(ends)))
-
-    def first(self, limit: int | None) -> HeldOut:
-        """The first `limit` documents alone."""
-        return replace(self, documents=self.documents[:limit])
 
 
 def measure(
@@ -148,8 +147,9 @@ def measure(
     found: dict[str, Any] = {"rows": len(data.documents)}
     if of_tokens := [name for name in metrics if name in OF_TOKENS]:
         with task("Reading") as report:
-            sums = token_sums(model, data.documents, data.decode, report)
-        found |= {"trained_tokens": sums.tokens, "bytes": sums.num_bytes}
+            decode = data.decode if "bits_per_byte" in metrics else None
+            sums = token_sums(model, data.documents, decode, report)
+        found |= {"trained_tokens": sums.tokens, **({} if decode is None else {"bytes": sums.num_bytes})}
         found |= {name: value for name, value in sums.metrics().items() if name in of_tokens}
     lines: list[dict[str, Any]] = []
     if of_answers := [name for name in metrics if name in OF_ANSWERS]:
@@ -199,7 +199,7 @@ def evaluated(
         raise UsageError(f"--answers {answers}: no metric is of answers: add --metrics {','.join(OF_ANSWERS)}")
     require_packages(metrics)
     weights = weights_of(options, say)
-    data = HeldOut.open(name, rows, weights, say, task).first(limit)
+    data = HeldOut.open(name, limit, rows, weights, say, task)
     about = (options.dtype, options.device, options.batch_size, rows.to_flat()["seq_len"])
     with task("Loading the model"):
         model = LoadedModel(weights, *about)
