@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 AFTER_S = 2.0  # a task shows nothing before
-DRAW_S = 0.1  # from one drawing of the bars to the next
+DRAW_S, SELDOM_S = 0.1, 1.0  # from one drawing of the bars to the next, at least and at most
+DRAWN = 0.01  # share of the time that drawings take, if that is no more than SELDOM_S
 PLAIN_S = 10.0  # from one plain line of a task to the next
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ class Screen:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
         self._bars: Progress | None = None
-        self._drawn = 0.0
+        self._draws_at = 0.0
+        self.above: Callable[[int], Iterable[Any]] = lambda width: ()  # lines above the bars, no wider than `width`
 
     @property
     def stream(self) -> TextIO:
@@ -75,16 +77,16 @@ class Screen:
                     printed = now
                     share = f" of {amount_in_words(total)} ({100 * done // total}%)" if total else ""
                     self.line(f"{title}: {amount_in_words(done)}{share}")
-            elif bar is not None or now - began >= after_s:
+            elif now >= self._draws_at and (bar is not None or now - began >= after_s):
                 bars = self._started()
                 if bar is None:
                     bar, first = bars.add_task(title, amount="", rate=""), (now, done)
                 amount = f"{amount_in_words(done)}/{'?' if total is None else amount_in_words(total)}"
                 rate = _rate(done - first[1], now - first[0], words)
-                bars.update(bar, completed=done, total=total, amount=amount, rate=rate)
-                if now - self._drawn >= DRAW_S:
-                    self._drawn = now
-                    bars.refresh()
+                began_drawing = time.monotonic()
+                bars.update(bar, completed=done, total=total, amount=amount, rate=rate, refresh=True)
+                took = time.monotonic() - began_drawing
+                self._draws_at = now + min(max(DRAW_S, took / DRAWN), SELDOM_S)
 
         try:
             yield report
@@ -102,24 +104,32 @@ class Screen:
                 bars.stop()
 
     def _started(self) -> Progress:
+        if self._bars is not None:
+            return self._bars
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        if self._bars is None:
-            self._bars = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                TextColumn("{task.fields[amount]}"),
-                TaskProgressColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[rate]}"),
-                console=Console(file=self.stream),
-                transient=True,
-                auto_refresh=False,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
-            self._bars.start()
+        console = Console(file=self.stream)
+
+        class Bars(Progress):
+            def get_renderables(bars) -> Iterator[Any]:
+                yield from self.above(console.width - 1)
+                yield from super().get_renderables()
+
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[amount]}"),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[rate]}"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._bars.start()
         return self._bars
 
 

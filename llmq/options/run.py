@@ -103,11 +103,16 @@ class LogOptions(Section):
         ge=-2,
         le=1,
     )
+    panel: Literal["auto", "on", "off"] = option(
+        "auto", "Panel with the newest numbers in place of lines of steps; auto shows it on a terminal with colours."
+    )
     log_gpu_util: Count = option(0, "Log the GPU's clocks, power and temperature every N steps; 0 never.")
 
     def contradictions(self) -> Iterator[str]:
         if self.name in (".", "..") or re.search(r"[/\\%\x00-\x1f]", self.name) or not is_file_name(self.name):
             yield f"--name {self.name!r} cannot be part of a path: use letters, digits, '.', '-' and '_'"
+        if self.panel == "on" and self.verbosity < 0:
+            yield f"--panel on shows steps, and --verbosity {self.verbosity} leaves them out: leave one of them out"
         if self.sample_prompts is not None and not self.eval_every_n_steps:
             shows = f"--sample-prompts {self.sample_prompts} shows completions at evaluations"
             yield f"{shows}, and --eval-every-n-steps 0 makes none: leave one of them out"

@@ -206,7 +206,7 @@ class Plan:
         found = {*spaces(self.spec.hyper.rule)[1:], *self.tracked.titles}
         return frozenset(name for name in self._states if self.persistent[name].space in found)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes that the run allocates on the device."""
         return sum(self.table().values())

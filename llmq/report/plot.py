@@ -13,7 +13,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,13 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "svg.hashsalt": "llmq",
     "svg.fonttype": "none",
+}
+
+
+Columns = tuple[tuple[str, str, float], ...]  # tables, their columns, and what these are multiplied by
+BELOW: dict[str, Columns] = {  # panels of what not every log has
+    "token accuracy, %": (("train", "accuracy", 100), ("eval", "accuracy", 100)),
+    "memory, GiB": (("train", "memory_mib", 1 / 1024), ("train", "allocated_mib", 1 / 1024)),
 }
 
 
@@ -122,7 +129,8 @@ def _run(log: Log, label: str, colour: str) -> PlottedRun:
 
 def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
     metrics = list(dict.fromkeys(name for run in runs for name in run.log.metrics))
-    more = -(-len(metrics) // COLUMNS)  # rows of panels below the others
+    known = {title: columns for title, columns in BELOW.items() if any(_known(run.log, *columns) for run in runs)}
+    more = -(-(len(known) + len(metrics)) // COLUMNS)  # rows of panels below the others
     height = HEIGHT + more * MORE_HEIGHT
     figure.set_size_inches(WIDTH, height)
     head = 1.08 if len(runs) == 1 else 0.8  # inches; one run has a line of facts under its name
@@ -143,8 +151,21 @@ def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
         figure.add_subplot(grid[1, i], title=title)
         for i, title in enumerate(("gradient norm", "learning rate", "tokens/s"))
     )
-    own = [figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS]) for i in range(len(metrics))]
-    for axes, name in zip(own, metrics, strict=True):
+    count = len(known) + len(metrics)
+    own = [figure.add_subplot(grid[2 + i // COLUMNS, i % COLUMNS]) for i in range(count)]
+    for axes, (title, columns) in zip(own, known.items(), strict=False):
+        axes.set_title(title)
+        for run, (table, name, scale) in product(runs, columns):
+            found, mark = getattr(run.log, table), "o" if table == "eval" else None
+            axes.plot(
+                found["step"],
+                _finite(found[name]) * scale,
+                color=run.colour,
+                linewidth=1.2,
+                marker=mark,
+                markersize=3.5,
+            )
+    for axes, name in zip(own[len(known) :], metrics, strict=True):
         axes.set_title(name, parse_math=False)
         for run in runs:
             steps, values = run.log.metrics.get(name, (np.array([]), np.array([])))
@@ -171,6 +192,11 @@ def _draw(figure: Figure, runs: Sequence[PlottedRun]) -> None:
         speed.plot(train["step"], _finite(train["tps"]), color=run.colour, linewidth=1.0, alpha=0.9, marker=dotted)
     _mark_lost_steps(loss, runs)
     _finish(figure, (loss, held_out, norm, rate, speed, *own), runs)
+
+
+def _known(log: Log, *columns: tuple[str, str, float]) -> bool:
+    """Whether a log has numbers in any of these columns."""
+    return any(bool(np.isfinite(getattr(log, table)[name]).any()) for table, name, _ in columns)
 
 
 def _mark_lost_steps(axes: Axes, runs: Sequence[PlottedRun]) -> None:

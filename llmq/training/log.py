@@ -46,13 +46,14 @@ from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import llmq
 from llmq.disk import storage
-from llmq.errors import StorageError
+from llmq.errors import StorageError, UsageError
 from llmq.redact import redacted_in
 from llmq.screen import AFTER_S, Report, Screen, Words, fact_lines
 from llmq.training.records import EvalRecord, GpuRecord, TrainRecord, to_json
 
 if TYPE_CHECKING:
     from llmq.options.run import LogOptions
+    from llmq.training.panel import Panel
 
 SCHEMA = 1
 GOING_BACK = ("resume", "rollback")  # what drops earlier records of steps beyond its own
@@ -83,6 +84,7 @@ class RunLog:
         self._verbosity = options.verbosity
         self._screen = Screen(console)
         self._has_bars = options.verbosity >= USUAL and not is_silent
+        self._panel, self._has_panel = options.panel, False
         self._console_lost = self._is_silent = is_silent
         self._begins_again = again
         self.console_is_all = False  # of a dry run the lines are all that there is
@@ -171,7 +173,10 @@ class RunLog:
             self.notice(f"The log of an earlier run at {self.path} is kept as {kept}")
 
     def check(self) -> None:
-        """StorageError if there is something else than a log at the path, or nothing can be, as it is too long."""
+        """StorageError if there is something else than a log at the path, or nothing can be, as it is too long.
+        UsageError for a panel without a terminal."""
+        if self._panel == "on" and not (self._screen.is_terminal or self._is_silent):
+            raise UsageError("--panel on needs a terminal, and the console is none: use auto, or leave it out")
         start = b""
         with self._storage():
             if not (is_folder := self.path.is_dir()) and self.path.is_file():
@@ -189,7 +194,8 @@ class RunLog:
         if epoch != (self._epoch or epoch):
             self.say(f"Epoch {epoch}")
         self._epoch = epoch
-        self.say(record.line(self._num_steps, details=self._verbosity >= DETAILS))
+        line = record.line(self._num_steps, details=self._verbosity >= DETAILS)
+        self.say(line, least=DETAILS if self._has_panel else USUAL)
         self.record("train", **record.values)
 
     def evaluation(self, record: EvalRecord) -> None:
@@ -205,7 +211,7 @@ class RunLog:
 
     def gpu(self, record: GpuRecord) -> None:
         """One [G] line and its record."""
-        self.say(record.line())
+        self.say(record.line(), least=DETAILS if self._has_panel else USUAL)
         self.record("gpu", **asdict(record))
 
     def say_waiting(self) -> None:
@@ -265,6 +271,22 @@ class RunLog:
         log is closed."""
         self._followers.append(follower)
         follower(self._opening)
+
+    @property
+    def wants_panel(self) -> bool:
+        """Whether a user watches, and is to see a panel."""
+        is_plain = "NO_COLOR" in os.environ or "CI" in os.environ or self._panel == "off"
+        return self._has_bars and self._screen.is_terminal and (self._panel == "on" or not is_plain)
+
+    @property
+    def has_unicode(self) -> bool:
+        """Whether the console can have any letter."""
+        return "utf" in (getattr(self._screen.stream, "encoding", None) or "").lower()
+
+    def show(self, panel: Panel) -> None:
+        """Has a panel above the bars, in place of the lines of steps."""
+        self._has_panel, self._screen.above = True, panel.lines
+        self.follow(panel.take)
 
     def say(self, text: str, *, least: int = USUAL) -> None:
         """One console line, if --verbosity is `least` or more.

@@ -141,6 +141,7 @@ class Loop:
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,
             sent_error=done.sent_error,
             accuracy=done.accuracy,
+            allocated_mib=self.engine.plan.total_bytes / MIB,
         )
         self._after(record, is_asked=bool(done.request))
         return batch

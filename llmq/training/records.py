@@ -54,10 +54,11 @@ class TrainRecord(_Timed):
     wait_ms: float = 0.0  # part of time_ms spent waiting for data
     sol: float | None = None
     applied: bool = True  # False: not finite, or a spike that is skipped: the update changed nothing
-    memory_mib: float | None = None  # most that was in use so far
+    memory_mib: float | None = None  # most that was taken from the device so far, with what libraries and pools hold
     real_tokens: int | None = None  # without padding
     sent_error: float | None = None  # |sent - gradient| / |gradient| of the compressed gradients that rank 0 sends
     accuracy: float | None = None  # share of trained tokens whose target has the largest logit; None: not counted
+    allocated_mib: float | None = None  # of memory_mib what the plan's tensors take
 
     def line(self, num_steps: int, *, details: bool = False) -> str:
         """`[T] step     7 [ 12.5%] | time:   412 ms | norm   2.718282 | loss   3.141593 | tps 19871 | sol 31.4%`.
@@ -72,9 +73,9 @@ class TrainRecord(_Timed):
         line = f"[T] {self._place(num_steps)} | norm {self.norm:10.6f} | loss {self.loss:10.6f} | tps {tps} | sol {sol}"
         if not details:
             return line
-        return f"{line} | lr {self.lr:.3e}" + (
-            "" if self.memory_mib is None else f" | memory {self.memory_mib:.0f} MiB"
-        )
+        memory = "" if self.memory_mib is None else f" | memory {self.memory_mib:.0f} MiB"
+        memory += "" if self.allocated_mib is None else f", {self.allocated_mib:.0f} allocated"
+        return f"{line} | lr {self.lr:.3e}{memory}"
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,8 @@ def run(
         for one in metrics:
             one.asks = ready.samples.exercises if ready.samples else ()
         calls = [Callbacks(called, ready)] if called or ranks.shared.get("callbacks") else []
+        if log.wants_panel:
+            _show_panel(log, ready)
         _share_algorithms(ready)
         interrupt, saver = Interrupt(), saver_of(ready)
         with interrupt if handle_signals else nullcontext(), saver:
@@ -81,6 +83,12 @@ def run(
 def _answer_metrics(log: RunLog) -> list[Any]:
     """The callback of --eval-metrics, if it is given."""
     return [import_module("llmq.training.answers").AnswerMetrics(log)] if log.eval_metrics else []
+
+
+def _show_panel(log: RunLog, run: Ready) -> None:
+    """The numbers of the run above its bars."""
+    gpu, panel = run.device.gpu, import_module("llmq.training.panel")
+    log.show(panel.Panel(gpu and gpu.uuid, gpu and gpu.total_bytes, has_unicode=log.has_unicode))
 
 
 def _choices(run: Ready, *, has_callbacks: bool) -> dict[str, Any]:

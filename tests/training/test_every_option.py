@@ -96,10 +96,11 @@ VALUES = {  # unlike the default, and what the runs above have
 }
 # fmt: on
 # What matters once something happens: an earlier run, numbers that are not finite, copies that lose much, bad or long
-# rows.
+# rows; or on a terminal.
 STOPPING = ("early_stopping_patience", "early_stopping_metric", "early_stopping_min_delta")
 FAULTS = ("on_nonfinite", "debug_nan", "on_spike", "spike_window", "spike_zscore", "rollback_limit")
 EVENTS = {"callback", "overwrite", "export_anyway", "fp8_fallback", "skip_bad_rows", "overlong", *STOPPING, *FAULTS}
+EVENTS |= {"panel"}
 VARIES = {"time", "time_ms", "wait_ms", "sol", "memory_mib", "tps", "started", "system", "options", "algorithms"}
 
 

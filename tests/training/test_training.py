@@ -86,7 +86,7 @@ def test_a_terminal_sees_a_run_begin_go_on_and_end(given, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     console = given["console"] = Terminal()
-    llmq.train(**given)
+    llmq.train(**given, panel="off")
     shown = console.getvalue()
     assert "Options that are not defaults" in shown and "steps " in shown and "adam_epsilon" not in shown
     assert "Drawing weights of" in shown and "... done, " in shown
