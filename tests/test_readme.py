@@ -45,6 +45,7 @@ COMMANDS = (
     "llmq-plot",
     "llmq-report",
     "llmq-export-wandb",
+    "llmq-doctor",
 )
 EXTRAS = re.findall(
     r"^(\w+) = \[",

@@ -219,7 +219,7 @@ def _product(dtype: str) -> float:
     forward = linear_kernels(gemms)["linear_forward"].launch
     y = Output("y", result.shape, stored, (result,))
     try:
-        seconds = _heated(partial(forward, y, x, weight, None, None, scratch=scratch))
+        seconds = heated(partial(forward, y, x, weight, None, None, scratch=scratch))
     finally:
         gemms.close()
     algorithms.save()
@@ -250,10 +250,10 @@ def _copy() -> float:
     out = Output("copy", shape, "bf16", (Tensor("copy", target, shape),))
     own = partial(cuda.OPS["cast"], out, Tensor("x", source, shape))
     driver = partial(target.data.copy_from_device_async, source.data, source.nbytes)
-    return 2 * source.nbytes / min(_heated(driver), _heated(own))
+    return 2 * source.nbytes / min(heated(driver), heated(own))
 
 
-def _heated(call: Callable[[], None]) -> float:
+def heated(call: Callable[[], None]) -> float:
     """Seconds of a call on a stream of its own: the median of the second half of HEAT_S of calls back to back."""
     import cupy
 

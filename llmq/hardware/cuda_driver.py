@@ -158,6 +158,11 @@ def pci_address(index: int) -> str:
     return "" if load().cuDeviceGetPCIBusId(text, len(text), device) else text.value.decode("ascii").lower()
 
 
+def can_reach(index: int, other: int) -> bool:
+    """Whether a GPU reads and writes another's memory without the host."""
+    return bool(_asked(load().cuDeviceCanAccessPeer, index, other).value)
+
+
 def dotted(version: tuple[int, int]) -> str:
     """`8.9` for (8, 9)."""
     return f"{version[0]}.{version[1]}"

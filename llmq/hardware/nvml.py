@@ -23,6 +23,8 @@ THROTTLE = {  # bits of nvmlDeviceGetCurrentClocksEventReasons; idle (1) and app
     0x100: "display clocks",
 }
 
+NVLINKS = 18  # that a GPU has at most
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -74,6 +76,55 @@ def read(uuid: str, *, traffic: bool = False) -> Reading | None:
         memory_percent=getattr(rates, "memory", None),
         pcie_rx_kb_s=of("PcieThroughput", nvml.NVML_PCIE_UTIL_RX_BYTES) if traffic else None,
         pcie_tx_kb_s=of("PcieThroughput", nvml.NVML_PCIE_UTIL_TX_BYTES) if traffic else None,
+    )
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a GPU is set up and linked, and its errors since the driver started. None is not known.
+
+    `compute_mode` is the driver's number; `nvlinks` are (active, all) links.
+    """
+
+    total_bytes: int | None = None
+    num_processes: int | None = None  # with a CUDA context, this one too if it has one
+    compute_mode: int | None = None
+    is_persistent: bool | None = None
+    is_mig: bool | None = None
+    has_ecc: bool | None = None
+    uncorrected_errors: int | None = None
+    is_remap_pending: bool | None = None  # of rows of its memory, which the next reset brings
+    has_remap_failed: bool | None = None
+    max_pcie_generation: int | None = None
+    max_pcie_lanes: int | None = None
+    nvlinks: tuple[int, int] = (0, 0)
+
+
+def health(uuid: str) -> Health | None:
+    """That of the GPU with this UUID; None without NVML, or if there is no such GPU."""
+    found = _gpu(uuid)
+    if found is None:
+        return None
+    nvml, of = found
+    processes, persistent, remapped = of("ComputeRunningProcesses"), of("PersistenceMode"), of("RemappedRows")
+    mig, ecc = of("MigMode"), of("EccMode")  # each now, and from the next reset on
+    uncorrected, volatile = (
+        getattr(nvml, f"NVML_{name}", 0) for name in ("MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC")
+    )
+    links = [state for link in range(NVLINKS) if (state := of("NvLinkState", link)) is not None]
+    return Health(
+        total_bytes=getattr(of("MemoryInfo"), "total", None),
+        num_processes=None if processes is None else len(processes),
+        compute_mode=of("ComputeMode"),
+        is_persistent=None if persistent is None else bool(persistent),
+        is_mig=None if mig is None else bool(mig[0]),
+        has_ecc=None if ecc is None else bool(ecc[0]),
+        uncorrected_errors=of("TotalEccErrors", uncorrected, volatile),
+        is_remap_pending=None if remapped is None else bool(remapped[2]),
+        has_remap_failed=None if remapped is None else bool(remapped[3]),
+        max_pcie_generation=of("MaxPcieLinkGeneration"),
+        max_pcie_lanes=of("MaxPcieLinkWidth"),
+        nvlinks=(sum(map(bool, links)), len(links)),
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from llmq.cli import (
     bench,
+    doctor,
     estimate,
     export_wandb,
     generate,
@@ -25,6 +26,7 @@ from llmq.cli import (
     tokenize_data,
     train,
 )
+from llmq.cli import eval as evaluate
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.options.commands import BenchOptions
 
@@ -38,6 +40,8 @@ COMMANDS = {
     "merge": merge.command,
     "plot": plot.command,
     "report": report.command,
+    "doctor": doctor.command,
+    "evaluate": evaluate.command,
     "tokenize_data": tokenize_data.command,
     "export_wandb": export_wandb.command,
 }

@@ -170,3 +170,24 @@ def test_nothing_is_known_without_nvml(pretend):
     assert reading.watts == 689.5 and nvml.num_others(UUID) == 1, "this process is one of two"
     pretend(FakeNvml(missing=("nvmlDeviceGetComputeRunningProcesses",)))
     assert nvml.num_others(UUID) is None
+
+
+def test_health_is_what_is_known(pretend):
+    """MIG and ECC are asked for as they are now, not as they will be; a GPU without NVLink has no links."""
+    fake = pretend(FakeNvml())
+    fake.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, fake.NVML_VOLATILE_ECC = 1, 0
+    assert nvml.health(UUID) == nvml.Health(num_processes=2)
+    fake.answers |= {
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=800, used=400),
+        "nvmlDeviceGetPersistenceMode": lambda gpu: 1,
+        "nvmlDeviceGetComputeMode": lambda gpu: 3,
+        "nvmlDeviceGetMigMode": lambda gpu: [0, 1],
+        "nvmlDeviceGetEccMode": lambda gpu: [1, 0],
+        "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, since: {(1, 0): 7}[kind, since],
+        "nvmlDeviceGetRemappedRows": lambda gpu: (0, 1, 1, 0),
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: 5,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda gpu: 16,
+        "nvmlDeviceGetNvLinkState": lambda gpu, link: int(link < 17),
+    }
+    assert nvml.health(UUID) == nvml.Health(800, 2, 3, True, False, True, 7, True, False, 5, 16, (17, 18))
+    assert nvml.health("GPU-of-another-machine") is None
