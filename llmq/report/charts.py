@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from llmq.report.plot import LARGEST
 from llmq.report.read import Log
 
 MOST, ALL = 1200, 6000  # points of a series, and of all runs in one chart
-LARGEST = 1e100  # beyond this a number is drawn as one that is not finite: scales are computed in f64
 DIGITS = 6
 
 
@@ -158,6 +158,7 @@ def thinned(steps: np.ndarray, values: np.ndarray, most: int) -> dict[str, Any]:
     of its parts, with the least and the largest value as `lo` and `hi`."""
     with np.errstate(invalid="ignore"):
         good = np.isfinite(values) & (np.abs(values) < LARGEST)
+        values = np.where(np.abs(values) > 1 / LARGEST, values, 0.0 * values)  # NaN stays NaN
     if steps.size <= most:
         return {"s": steps.tolist(), "v": _numbers(np.where(good, values, math.nan))}
     starts = np.linspace(0, steps.size, most, endpoint=False).astype(np.int64)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e0a100", "#0c8599", "#c2255c", "#5f3dc4", "#495057")
 WIDTH, HEIGHT, MORE_HEIGHT, COLUMNS = 11, 6.2, 2.2, 3  # inches, of which each row of callbacks' numbers adds some
+LARGEST = 1e100  # that is drawn: limits of axes are computed in f64
 MANY_POINTS = 20_000  # matplotlib looks at each of them for the legend's best place
 INK, FAINT = "#24292f", "#8c959f"
 STYLE: dict[str, Any] = {
@@ -261,7 +262,9 @@ def _summary(run: PlottedRun) -> str:
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, math.nan)
+    """Values as they can be drawn: NaN where one is not finite, or so large that axes cannot be; 0 for tiny ones."""
+    size = np.abs(values)
+    return np.where(size < LARGEST, np.where(size > 1 / LARGEST, values, 0.0), math.nan)
 
 
 @dataclass(frozen=True)

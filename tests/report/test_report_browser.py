@@ -66,8 +66,13 @@ def visited(address: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def hostile() -> list[dict[str, object]]:
-    """A log whose texts try to be HTML."""
+    """A log whose texts try to be HTML, and whose numbers are at the ends of what there is."""
     records = whole()
+    ends = ((1e308, 1e99, 1e99), (2.0, -1e99, 5e-324), (0.0, 1e-99, 1.0))
+    for step, (loss, lr, norm) in zip((2**61, 2**62, 2**62 + 1), ends, strict=True):
+        records.append(
+            {"type": "train", "step": step, "loss": loss, "lr": lr, "norm": norm, "tps": 1e99, "time": 1e300}
+        )
     records[0]["options"] = {"name": HOSTILE, HOSTILE: HOSTILE}
     for record in records:
         record |= {"text": HOSTILE} if record["type"] == "notice" else {}
