@@ -157,6 +157,7 @@ def test_what_was_saved_after_the_checkpoint_is_saved_again(place):
     assert state["position"] == 4 * (AT + 1)
 
 
+@pytest.mark.slow
 def test_sites_that_have_left_fp8_since_are_back(place, monkeypatch):
     """They leave it again, as they would in a run that is resumed from there."""
     monkeypatch.setattr("llmq.training.fp8.LEAST_SNR_DB", {"e4m3": 99.0, "e5m2": 99.0})
@@ -238,7 +239,7 @@ def scaled(factors):
     return "scaled"
 
 
-@pytest.mark.quick("embedding", "one rank", "norm")
+@pytest.mark.quick("embedding", "one rank")
 @pytest.mark.parametrize("case", FIRST)
 def test_the_first_bad_op_is_named(place, case):
     factors, options, words = FIRST[case]

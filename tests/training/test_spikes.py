@@ -70,6 +70,7 @@ def masters(step, name="run"):
     return {tensor: read(tensor).tobytes() for tensor in read.tensors if tensor.startswith(("master:", "m:", "v:"))}
 
 
+@pytest.mark.slow
 def test_a_warning_changes_no_bit(place):
     console = io.StringIO()
     warned = train(console, on_spike="warn", **SPIKES)
@@ -87,7 +88,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick("two ranks", "fused")
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_update_of_a_spike_is_skipped(place, way):
     result = train(on_spike="skip", ckpt_interval=1, **{**SPIKES, **WAYS[way]})
