@@ -14,7 +14,7 @@ import llmq
 from llmq.errors import UsageError
 from llmq.report.wandb import export_wandb
 from llmq.training import trackers
-from llmq.training.trackers import Sender, TrackedRun, Tracker
+from llmq.training.trackers import Sender, TrackedRun, Tracker, numbers_of
 
 MINE = {"mine": 2.5}
 
@@ -75,6 +75,18 @@ def test_a_resumed_run_is_the_same_one_and_sends_no_step_again(given):
     llmq.register("callback", "another", lambda: other)
     llmq.train(**{**given, **beside}, report_to="another")
     assert other.run.id != first.run.id and list(other.steps) == [7, 8]
+
+
+def test_every_number_of_a_record_has_its_name():
+    gpu = {"type": "gpu", "time": 1.0, "step": 3, "watts": 655.5, "celsius": None, "throttled": ["power cap"]}
+    assert numbers_of(gpu) == {"gpu/watts": 655.5}
+    train = {"type": "train", "time": 1.0, "step": 3, "epoch": 0.5, "norm": "Infinity", "applied": False}
+    assert numbers_of(train) == {"epoch": 0.5, "train/norm": math.inf, "train/applied": 0.0}
+    assert numbers_of({"type": "metrics", "step": 3, "values": {"mine": 2, "loss": "NaN"}}).keys() == {
+        "metrics/mine",
+        "metrics/loss",
+    }
+    assert numbers_of({"type": "notice", "step": 3, "text": "hi"}) == {}
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -27,6 +27,7 @@ MOST_WAITING = 10_000  # records, some MiB: a tracker that is further behind los
 FLUSH_S = 15.0  # that a run waits at its end for a tracker; Kubernetes kills what has not ended after 30
 TABLES = ("train", "eval", "gpu")  # records that are numbers themselves
 OURS = ("type", "step", "time")
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # numbers that JSON has no word for
 SAMPLES = ("prompt", "completion", "end")  # columns of the table of a step's completions
 SECTIONS = ("system", "model", "dataset", "allocator")  # of a log's header that a tracker's config has
 
@@ -190,11 +191,10 @@ def numbers_of(record: Record) -> dict[str, float]:
     """The numbers of a record by name, without those that are not known. `epoch` is that of steps and evaluations."""
     kind = record["type"]
     found = record["values"] if kind == "metrics" else record if kind in TABLES else {}
-    known = {name: value for name, value in found.items() if value is not None and name not in OURS}
     return {
-        name if name == "epoch" else f"{kind}/{name}": float(value)  # of "NaN" and "Infinity", too
-        for name, value in known.items()
-        if not isinstance(value, list)
+        name if name == "epoch" else f"{kind}/{name}": float(value)
+        for name, value in found.items()
+        if name not in OURS and (isinstance(value, int | float) or value in NOT_FINITE)
     }
 
 
