@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AFTER_S = 2.0  # a task shows nothing before
 DRAW_S, SELDOM_S = 0.1, 1.0  # from one drawing of the bars to the next, at least and at most
-DRAWN = 0.01  # share of the time that drawings take, if that is no more than SELDOM_S
+DRAWN = 0.005  # share of the time that drawings take, if that is no more than SELDOM_S
 PLAIN_S = 10.0  # from one plain line of a task to the next
 
 T = TypeVar("T")
@@ -72,12 +72,14 @@ class Screen:
         def report(done: int, total: int | None) -> None:
             nonlocal bar, first, printed
             now = time.monotonic()
+            if now < self._draws_at:  # on a terminal, which was drawn a moment ago
+                return
             if not self.is_terminal:
                 if not only_bar and now - printed >= PLAIN_S:
                     printed = now
                     share = f" of {amount_in_words(total)} ({100 * done // total}%)" if total else ""
                     self.line(f"{title}: {amount_in_words(done)}{share}")
-            elif now >= self._draws_at and (bar is not None or now - began >= after_s):
+            elif bar is not None or now - began >= after_s:
                 bars = self._started()
                 if bar is None:
                     bar, first = bars.add_task(title, amount="", rate=""), (now, done)

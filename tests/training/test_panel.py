@@ -3,8 +3,11 @@
 import io
 import math
 import os
+import re
 import struct
 import sys
+import threading
+from contextlib import suppress
 from itertools import count
 
 import pytest
@@ -90,16 +93,16 @@ def test_steps_of_10_ms_are_drawn_ten_times_a_second_and_less_where_that_takes_l
     now, drawn = [100.0], count()
     monkeypatch.setattr(screens.time, "monotonic", lambda: now[0])
 
-    def lines(width):
+    def slow(took):
         next(drawn)
         now[0] += took
         return ()
 
-    for took, least, most in ((0.0, 18, 22), (0.005, 18, 24), (0.05, 9, 14)):
+    for took, num_steps, least, most in ((0.0, 200, 18, 22), (0.001, 1000, 40, 55), (0.05, 1000, 9, 14)):
         screen, before = Screen(Terminal()), next(drawn)
-        screen.above = lines
+        screen.above = lambda width, took=took: slow(took)
         with screen.task("Training", after_s=0.0) as report:
-            for step in range({0.0: 200, 0.005: 1000, 0.05: 1000}[took]):
+            for step in range(num_steps):
                 now[0] += 0.01
                 report(step, 1000)
         assert least <= next(drawn) - before <= 2 * most, "a drawing, and those that begin and end"
@@ -139,21 +142,41 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(given, writes):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are of Unix")
-def test_a_real_terminal_of_40_columns_is_clean_after_ctrl_c(monkeypatch):
+def test_a_real_terminal_may_change_its_width_and_is_clean_after_ctrl_c(monkeypatch):
     import fcntl
     import termios
 
     monkeypatch.delenv("COLUMNS")
+    now = [100.0]
+    monkeypatch.setattr(screens.time, "monotonic", lambda: now[0])
     user, ours = os.openpty()
+    real = os.get_terminal_size
+    monkeypatch.setattr(os, "get_terminal_size", lambda *_: real(ours))  # rich asks stdin first
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    written = bytearray()
+
+    def drain():
+        with suppress(OSError):  # EIO: the other end is closed
+            while found := os.read(user, 1 << 16):
+                written.extend(found)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
     with open(ours, "w", encoding="utf-8") as stream:
         screen = Screen(stream)
         screen.above = panel().lines
         with pytest.raises(KeyboardInterrupt), screen.task("Training", after_s=0.0) as report:
             report(1, 9)
-            screen.line("above")
+            screen.line("a line")
+            fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+            now[0] += 2
+            report(2, 9)
             raise KeyboardInterrupt
-        shown = os.read(user, 1 << 16).decode()
+    reader.join()
     os.close(user)
-    assert "tokens/s" in shown and "above" in shown and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
-    assert shown.count("\x1b[2K") >= 10, "each line of the panel is cleared"
+    narrow, _, wide = written.decode().partition("a line")
+    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in (narrow, wide)]
+    widths = [max(map(len, re.split(r"[\r\n]+", text))) for text in plain]
+    assert widths[0] <= 40 < widths[1] <= 100
+    assert "tokens/s" in narrow and wide.count("\x1b[2K") >= 10, "each line of the panel is cleared"
+    assert narrow.count("\x1b[?25l") == wide.count("\x1b[?25h") == 1 and "\x1b[?25l" not in wide
