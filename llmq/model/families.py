@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 TORCH_NAMES = {name: DTYPES[name].name for name in ("bf16", "fp16", "fp32")}
 DTYPE_NAMES = {torch: ours for ours, torch in TORCH_NAMES.items()}
 LARGEST = 2**31 - 1  # token ids and sizes are held in int32
-MAX_LAYERS = 10_000
+# Beyond any model, and planned in seconds: a damaged config.json would be planned for hours.
+MAX_LAYERS = 256  # twice those of the deepest, at 40 ms of planning each
+MAX_WIDTH = 2**20  # of what a layer computes
+MAX_VOCABULARY = 2**24
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ def _head_dim(value: Any, info: ValidationInfo) -> Any:
     value = hidden // heads if value is None else value
     if isinstance(value, int) and value % 2:
         raise ValueError(f"is {value}, but rotary embedding needs an even number")
+    if isinstance(value, int) and heads * value > MAX_WIDTH:
+        raise ValueError(f"times num_attention_heads ({heads}) is above {MAX_WIDTH}")
     return value
 
 
@@ -141,6 +146,7 @@ def windows_of_layers(listed: Any, info: ValidationInfo) -> tuple[int | None, ..
 
 
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 Positive = Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=1, lt=1e30, allow_inf_nan=False)]
 
@@ -182,13 +188,13 @@ TokenId = Annotated[int | None, PlainValidator(lambda value: next(iter(_token_id
 class ConfigKeys(BaseModel, strict=True, validate_default=True):
     """The keys of config.json that count, with the names of ModelConfig. A check may look at the keys above its own."""
 
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
+    hidden_size: Width
+    intermediate_size: Width
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(alias="num_hidden_layers")
-    num_heads: Size = Field(alias="num_attention_heads")
+    num_heads: Width = Field(alias="num_attention_heads")
     num_kv_heads: Annotated[Size, BeforeValidator(_kv_heads)] = Field(cast(int, None), alias="num_key_value_heads")
-    head_dim: Annotated[Size, BeforeValidator(_head_dim)] = cast(int, None)
+    head_dim: Annotated[Width, BeforeValidator(_head_dim)] = cast(int, None)
     rms_norm_eps: Positive = 1e-6
     max_position: Size = Field(2048, alias="max_position_embeddings")
     tie_embeddings: bool = Field(False, alias="tie_word_embeddings")

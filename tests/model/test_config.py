@@ -303,3 +303,20 @@ def test_transformers_reads_the_same_and_writes_what_reads_here(name, tmp_path):
     assert rope.get("factor", 1.0) == config.rope.factor
     theirs.save_pretrained(tmp_path / "again")
     assert from_folder(tmp_path / "again") == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vocab_size", 2**24 + 1), ("hidden_size", 2**30), ("intermediate_size", 2**30), ("num_hidden_layers", 257)],
+)
+def test_sizes_that_no_model_has_are_refused(key, value):
+    """They would be planned for hours: a vocabulary of 2^31 took more than a minute."""
+    with pytest.raises(DataError, match=rf"{key} \({value}\): must be less than or equal to"):
+        read_config({**CASES["linear"], key: value})
+
+
+def test_heads_are_refused_that_are_too_wide_together():
+    with pytest.raises(DataError, match=r"head_dim \(262144\): times num_attention_heads"):
+        read_config(
+            {**next(iter(CASES.values())), "head_dim": 2**18, "num_attention_heads": 8, "num_key_value_heads": 8}
+        )

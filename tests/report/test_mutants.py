@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mutants import ODD, damaged, places
 from sample_files import log_of_llm_q
 
 from llmq.errors import LlmqError
@@ -19,10 +20,6 @@ from llmq.report.read import Log, read_runs
 pytest.importorskip("matplotlib")
 
 SWEEP = [pytest.param(seed, 500, marks=pytest.mark.sweep) for seed in range(40)]  # 20,000 mutants
-ODD: list[Any] = [
-    *(None, True, False, 0, -1, 2**62, -(2**63), 10**30, 1e-320, 1e308, -1e308, 0.5, "NaN", "Infinity", "-Infinity"),
-    *("", "x", "</script><b>", "\udcff", "\x00", "$_{", "train", "step", [], {}, [[]], {"a": {}}, [{"a": 1}], [None]),
-]
 
 
 def whole() -> list[dict[str, Any]]:
@@ -58,12 +55,6 @@ def whole() -> list[dict[str, Any]]:
     return records
 
 
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every place of a value that can be changed: what holds it, and its key there."""
-    keys = [*value] if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
-    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
-
-
 def mutant(chance: random.Random, records: list[dict[str, Any]]) -> bytes:
     """A log of `records` with some values replaced, moved or dropped, records in another order, or bytes damaged."""
     records = json.loads(json.dumps(records))
@@ -80,15 +71,6 @@ def mutant(chance: random.Random, records: list[dict[str, Any]]) -> bytes:
         chance.shuffle(records)
     text = "".join(json.dumps(record) + "\n" for record in records).encode("ascii")
     return damaged(chance, text) if chance.random() < 0.2 else text
-
-
-def damaged(chance: random.Random, content: bytes) -> bytes:
-    """Some bytes are others, and the end may be missing."""
-    found = bytearray(content[: chance.randrange(len(content) + 1)] if chance.random() < 0.5 else content)
-    for _ in range(chance.randrange(4)):
-        if found:
-            found[chance.randrange(len(found))] = chance.randrange(256)
-    return bytes(found)
 
 
 def taken(seed: object, count: int, path: Path, use: Callable[[list[Log]], object]) -> int:
