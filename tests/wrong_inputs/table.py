@@ -20,6 +20,7 @@ BASE = {
     "llmq-bench op": "op --device cpu --models tiny_llama3_50m",
     "llmq-plot": "",
     "llmq-report": "",
+    "llmq-doctor": "",
     "llmq-export-wandb": "--offline",
     "llmq-launch": "",
 }
@@ -385,6 +386,12 @@ run.jsonl absent | there is no run folder or log at absent
     ("llmq-plot", 7): r"""
 run.jsonl -o /proc/x.png | /proc/x.png: cannot be written (No such file
 run.jsonl -o text.txt/x.png | is not a folder): choose another folder
+""",
+    ("llmq-doctor", 2): r"""
+here | Got unexpected extra argument (here)
+--jsn | No such option '--jsn'
+--json=yes | Option '--json' does not take a value
+-json | -json: options have two dashes
 """,
     ("llmq-report", 2): r"""
 run.jsonl --port 8000 | --port 8000 is for --watch: add it
