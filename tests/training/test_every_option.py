@@ -82,7 +82,7 @@ VALUES = {  # unlike the default, and what the runs above have
     "adam_epsilon": 1e-3, "weight_decay": 0.5, "grad_clip": 0.01, "z_loss": 1e-2, "neftune_alpha": 5.0, "name": "other",
     "log_file": "runs/here.jsonl", "log_every": 3, "eval_every_n_steps": 1, "eval_num_steps": 2,
     "sample_prompts": "prompts.txt", "sample_tokens": 3, "sample_temperature": 2.0, "sample_length": 20,
-    "verbosity": 1, "log_gpu_util": 1,
+    "verbosity": 1, "log_gpu_util": 1, "eval_metrics": "exact_match", "eval_answers": 3,
     "checkpoint_dir": "runs/there", "ckpt_interval": 1, "ckpt_keep_n": 1, "ckpt_major": 1, "continue": "newest",
     "reset": "optimizer", "out_dir": "runs/outs", "gpus": 2, "gpu": "H200", "memory_limit": "1MiB",
     "host_memory_limit": "1MiB", "seed": 1, "ray_address": "auto", "restart_failed": 2,
@@ -156,8 +156,8 @@ def walk(folder, monkeypatch):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(folder / "cache"))
     plans = []
 
-    def prepare(*about, real=train.prepare):
-        job = real(*about)
+    def prepare(*about, real=train.prepare, **more):
+        job = real(*about, **more)
         plans.append(job.plan)
         return job
 

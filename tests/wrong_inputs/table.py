@@ -191,7 +191,7 @@ COMMAND_LINES = {
 --prompt hi --temperature -1 | --temperature -1 is below the least value
 --prompt hi --top-p 0 | --top-p 0 is too small: use more than 0
 --prompt hi --top-k 5 | cut what is drawn from: give a --temperature above 0
---prompt hi --device tpu | --device tpu is not one of auto, cpu, cuda
+--prompt hi --device tpu | --device tpu is not one of auto, cuda, cpu, and no plug-in has this name
 --prompt hi --out answers | --out takes JSON lines: give --json
 --prompt hi --bogus | --bogus
 --prompt hi --max-tokens 99999999 | the longest prompt and --max-tokens 99999999
