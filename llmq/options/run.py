@@ -4,6 +4,7 @@
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -285,7 +286,8 @@ class ProfileOptions(Section):
     profile_file: Path = option(TRACE, "The trace, for ui.perfetto.dev; compressed if it ends in .gz.")
 
     def contradictions(self) -> Iterator[str]:
-        if self.profile is None and self.profile_file != TRACE:
+        # its default has the run's name in it, where the options are those of a run
+        if self.profile is None and not fnmatchcase(str(self.profile_file), TRACE.replace("%n", "*")):
             yield f"--profile-file {self.profile_file} is for a profile: add --profile 3, or leave it out"
 
 

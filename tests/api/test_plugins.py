@@ -229,7 +229,7 @@ def _raise(text):
             "the op lion of a plug-in has no kernel",
         ),
         ({"loss": "focl"}, "--loss focl is not one of cross_entropy, .*focal, .*did you mean focal?"),
-        ({"callback": "cvs"}, "--callback cvs is not one of early_stopping, csv, .*did you mean csv?"),
+        ({"callback": "cvs"}, "--callback cvs is not one of early_stopping, .*csv, .*did you mean csv?"),
         (
             {"adapter_method": "layer_rate"},
             "--adapter-method layer_rate is not one of .*layer_rates.*did you mean layer_rates",

@@ -20,7 +20,9 @@ class TensorBoard(Tracker):
         from tensorboardX import SummaryWriter
 
         first = None if run.resumed is None else run.resumed + 1
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first)
+        # the library names files by the second; one that goes on is none that was begun in the same one
+        suffix = "" if first is None else f".from-{first}"
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first, filename_suffix=suffix)
         lines = "\n".join(f"    {line}" for line in fact_lines(run.config))
         self._writer.add_text("options", lines, run.resumed or 0)
         return -1
