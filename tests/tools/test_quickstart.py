@@ -296,7 +296,7 @@ def test_the_script_reads_its_options_before_it_installs(checkout, arguments, co
     assert not (checkout.parent / "called").exists(), "nothing was installed or started"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_the_real_one(tmp_path):
     """In a bare shell, as a user calls it: a nat below the unigram entropy, shown again offline, all in one folder."""
