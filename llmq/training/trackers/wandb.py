@@ -36,7 +36,6 @@ class Wandb(Tracker):
         patience: float = FLUSH_S,
     ) -> None:
         """UsageError for a project or a mode that W&B does not have, and without wandb."""
-        super().__init__()
         project = (os.environ.get("WANDB_PROJECT") or "llmq") if project is None else project
         if not re.fullmatch(r"[^/\\#?%:]{1,128}", project):
             raise UsageError(
@@ -46,6 +45,7 @@ class Wandb(Tracker):
         self.mode: Any = mode or os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         if self.mode not in ("online", "offline"):
             raise UsageError(f"WANDB_MODE={self.mode} would send nothing: unset it, or set it to online or offline")
+        super().__init__()
         self._about: dict[str, Any] = {"project": project, "entity": entity}
         self._name, self._patience = name, patience
         self._of_wandb: Any = None
