@@ -97,3 +97,18 @@ def train_on_ranks(size: int, values: Mapping[str, Any], callbacks: Sequence[Any
     results = run_ranks(size, work)
     assert not any(console.getvalue() for console in consoles[1:])
     return results, consoles[0].getvalue()
+
+
+def train_on(
+    size: int, options: Mapping[str, Any], console: io.StringIO | None = None, hooks: Sequence[Any] = ()
+) -> Any:
+    """Trains on some ranks, or with hooks on one; what the first one returns. `console` gets its lines."""
+    from llmq.options.parse import Options
+    from llmq.training.ranks import Ranks
+    from llmq.training.train import run
+
+    parsed = Options.parse(options)
+    consoles = [console or io.StringIO(), *(io.StringIO() for _ in range(size - 1))]
+    if size == 1:
+        return run(parsed, console=consoles[0], hooks=hooks)
+    return run_ranks(size, lambda world: run(parsed, console=consoles[world.rank], ranks=Ranks(world)))[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from in_process import run_ranks
+from in_process import train_on
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, change_manifest, folder, hash_of, weights_of, write_weights
 
@@ -19,8 +19,6 @@ from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.training.hooks import Ask, Hook
 from llmq.training.progress import Progress
-from llmq.training.ranks import Ranks
-from llmq.training.train import run
 
 BAD = 96  # the token that some rows have
 SAVED, LOG = Path("runs/run/checkpoints"), Path("runs/run/log.jsonl")
@@ -84,12 +82,7 @@ def write(path, tokens):
 
 
 def train(console=None, size=1, hooks=(), **changes):
-    """Trains on some ranks, which are threads; what the first one returns."""
-    parsed = Options.parse({**OPTIONS, **changes})
-    consoles = [console or io.StringIO(), *(io.StringIO() for _ in range(size - 1))]
-    if size == 1:
-        return run(parsed, console=consoles[0], hooks=hooks)
-    return run_ranks(size, lambda world: run(parsed, console=consoles[world.rank], ranks=Ranks(world)))[0]
+    return train_on(size, {**OPTIONS, **changes}, console, hooks)
 
 
 def events(kind):

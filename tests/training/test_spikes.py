@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from in_process import run_ranks
+from in_process import train_on
 from tiny_runs import T, folder, weights_of
 
 from llmq.data.tokens.token_file import TokenWriter
@@ -17,8 +17,6 @@ from llmq.options.parse import Options
 from llmq.report.read import read_log
 from llmq.training.faults import LEVEL, Spikes
 from llmq.training.hooks import Ask, Hook
-from llmq.training.ranks import Ranks
-from llmq.training.train import run
 
 AT = 12  # the first step that is a spike
 SPIKES = {"spike_window": 4, "spike_zscore": 2.0}
@@ -53,11 +51,7 @@ def place(tmp_path, monkeypatch):
 
 
 def train(console=None, size=1, hooks=(), **changes):
-    parsed = Options.parse({**OPTIONS, **changes})
-    consoles = [console or io.StringIO(), *(io.StringIO() for _ in range(size - 1))]
-    if size == 1:
-        return run(parsed, console=consoles[0], hooks=hooks)
-    return run_ranks(size, lambda world: run(parsed, console=consoles[world.rank], ranks=Ranks(world)))[0]
+    return train_on(size, {**OPTIONS, **changes}, console, hooks)
 
 
 def spikes(name="run"):
