@@ -4,8 +4,11 @@ GPU that is not here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from itertools import groupby
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -169,6 +172,20 @@ def open_backend(
     `capability` is that of a GPU that is planned for: (9, 0).
     """
     return cast("Backend", BACKENDS.call(device, Settings(world, use_graphs, deterministic, algorithms, capability)))
+
+
+def begin_opening(device: str, gpu: int) -> None:
+    """Begins, in a thread, what the backend of a device waits for when it is opened: imports, and CUDA's context on the
+    GPU of a number. What fails there fails again when it is opened, which says so."""
+
+    def begin() -> None:
+        with suppress(Exception):
+            cuda = import_module("llmq.backends.cuda")
+            cuda.cupy.cuda.Device(gpu).use()
+            cuda.runtime.free(0)  # which makes the context
+
+    if device == "cuda":
+        Thread(target=begin, name="llmq-cuda").start()
 
 
 class Settings(NamedTuple):

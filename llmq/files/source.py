@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +24,7 @@ from llmq.files import tensor_files
 from llmq.files.hub import model_folder, revision_of
 from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
-from llmq.hardware.cores import in_threads
+from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
 from llmq.model.parameters import parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 INIT_STD = 0.02
 BLOCK = 1 << 18  # elements drawn from one stream
+DRAWN_AHEAD = 1 << 28  # bytes of rows that are drawn while one is used
 Values = Callable[[Sequence[Row]], Iterator[tuple[Row, np.ndarray]]]
 
 
@@ -154,7 +158,7 @@ def open_parameters(source: ModelSource, seed: int) -> Values:
         read = () if source.from_scratch else rows_of_file(rows)
         yield from read_rows(stored, read)
         names = {row.name for row in read}
-        yield from ((row, drawn(source, row, seed)) for row in rows if row.name not in names)
+        yield from drawn(source, [row for row in rows if row.name not in names], seed)
 
     return values
 
@@ -170,33 +174,54 @@ def fingerprint(source: ModelSource) -> str | None:
     )
 
 
-def drawn(source: ModelSource, row: Row, seed: int) -> np.ndarray:
-    """The initial value of a row in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
+def drawn(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:
+    """Rows with their initial values in fp32: N(0, 0.02), residual projections scaled by 1/sqrt(2L) (GPT-2) or zero.
 
     Of adapters, as PEFT draws them: uniform up to 1/sqrt(K) (kaiming), N(0, 1/R) with each part's R (gaussian), or
     N(0, 0.02) (AdaLoRA), of virtual tokens N(0, 1) (unit).
-    Padded rows are zero.
+    Padded rows are zero. While the caller uses one row, threads draw the next ones: a core draws 90 million numbers a
+    second.
     """
-    value = np.zeros(row.part_axes, np.float32)
+    coming: deque[tuple[Row, np.ndarray, list[Future[None]], int]] = deque()  # with the bytes up to the end of each
+
+    def first() -> tuple[Row, np.ndarray]:
+        row, value, drawing, _ = coming.popleft()
+        for block in drawing:
+            block.result()
+        if row.init == "gaussian":
+            for part in row.parts:
+                value[part.start : part.stop] *= np.float32(1 / (part.stop - part.start))
+        return row, value.reshape(row.shape)
+
+    pool, end = ThreadPoolExecutor(num_cores(), "llmq-draw"), 0
+    try:
+        for row in rows:
+            value = np.zeros(row.part_axes, np.float32)
+            end += value.nbytes
+            coming.append((row, value, [pool.submit(draw) for draw in _draws(source, row, seed, value)], end))
+            while end - coming[0][-1] > DRAWN_AHEAD:
+                yield first()
+        while coming:
+            yield first()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _draws(source: ModelSource, row: Row, seed: int, value: np.ndarray) -> Iterator[Callable[[], None]]:
+    """What draws each block of a row's zeros."""
     drawn_rows = value[: row.parts[-1].stop]
     if row.init == "ones":
         drawn_rows[...] = 1
     projection = 0.0 if source.init_proj_to_zero else INIT_STD / math.sqrt(2 * source.config.num_layers)
     scales = {"normal": INIT_STD, "residual": projection, "kaiming": 1 / math.sqrt(row.shape[-1])}
-    scale = scales.get(row.init, 1.0 if row.init in ("unit", "gaussian") else 0.0)
-    if scale:
-        flat = drawn_rows.reshape(-1)
+    scale = np.float32(scales.get(row.init, 1.0 if row.init in ("unit", "gaussian") else 0.0))
+    flat = drawn_rows.reshape(-1)
 
-        def fill(start: int) -> None:
-            block = flat[start : start + BLOCK]
-            block[:] = drawn_block(seed, row.name, start // BLOCK, block.size, uniform=row.init == "kaiming")
+    def draw(start: int) -> None:
+        block, is_uniform = flat[start : start + BLOCK], row.init == "kaiming"
+        np.multiply(drawn_block(seed, row.name, start // BLOCK, block.size, uniform=is_uniform), scale, out=block)
 
-        in_threads(fill, range(0, flat.size, BLOCK))  # one core draws 90 million numbers a second
-        drawn_rows *= np.float32(scale)
-    if row.init == "gaussian":
-        for part in row.parts:
-            drawn_rows[part.start : part.stop] *= np.float32(1 / (part.stop - part.start))
-    return value.reshape(row.shape)
+    yield from (partial(draw, start) for start in range(0, flat.size if scale else 0, BLOCK))
 
 
 def drawn_block(seed: int, name: str, block: int, count: int, *, uniform: bool = False) -> np.ndarray:

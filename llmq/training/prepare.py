@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend, begin_opening, open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named
@@ -94,6 +94,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks, stops_early: bool) -> St
         log.notice(text)
     dry = is_dry(options.run)
     where = ranks.device or device.pick_device(options.system)
+    begin_opening(where.backend, where.gpu.index if where.gpu else 0)
     levels.refuse_copies(options.sharding, where.kind)
     seed = options.to_flat()["seed"]
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)

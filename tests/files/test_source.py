@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ from llmq.errors import DataError, UsageError
 from llmq.files import source as source_module
 from llmq.files.huggingface import Export
 from llmq.files.source import BLOCK, INIT_STD, ModelSource, drawn, drawn_block, open_parameters, open_source
-from llmq.hardware import cores
 from llmq.model.config import ModelConfig, from_folder
 from llmq.model.parameters import VOCAB_MULTIPLE, parameter_rows
 from llmq.model.presets import PRESETS
@@ -208,10 +208,10 @@ def test_projections_can_start_at_zero():
 def test_a_value_is_a_function_of_seed_name_and_element():
     named = {row.name: row for row in rows()}
     whole = {row.name: value for row, value in open_parameters(SCRATCH, 7)(rows())}
-    for name in reversed(named):  # any order
-        np.testing.assert_array_equal(drawn(SCRATCH, named[name], 7), whole[name])
+    for row, value in open_parameters(SCRATCH, 7)([*named.values()][::-1]):  # any order
+        np.testing.assert_array_equal(value, whole[row.name])
     weights = [name for name in named if named[name].init in ("normal", "residual")]
-    other = drawn(SCRATCH, named[weights[0]], 8)
+    other = drawn_alone(named[weights[0]], 8)
     assert np.mean(other == whole[weights[0]]) < 0.1
     scaled = [whole[name].ravel()[:1000] / whole[name].std() for name in weights]
     for a in range(len(scaled)):
@@ -219,15 +219,23 @@ def test_a_value_is_a_function_of_seed_name_and_element():
             assert abs(np.corrcoef(scaled[a], scaled[b])[0, 1]) < 0.2
 
 
-def test_padding_blocks_and_threads_do_not_change_a_value(monkeypatch):
+def drawn_alone(row, seed=1):
+    [(_, value)] = drawn(SCRATCH, [row], seed)
+    return value
+
+
+def test_padding_blocks_threads_and_what_is_drawn_ahead_do_not_change_a_value(monkeypatch):
     rows_of = 2 * BLOCK // 128 + 10
     plain = Row("embed.weight", (rows_of, 128), (Part("e", 0, rows_of),), "normal", True)
     padded = replace(plain, shape=(rows_of + VOCAB_MULTIPLE, 128))
-    value = drawn(SCRATCH, plain, 1)
-    for count in (1, 4):
-        monkeypatch.setattr(cores, "num_cores", lambda count=count: count)
-        np.testing.assert_array_equal(drawn(SCRATCH, padded, 1)[:rows_of], value)
-    assert not drawn(SCRATCH, padded, 1)[rows_of:].any() and value.ravel()[-1] != 0
+    value = drawn_alone(plain)
+    for count, ahead in product((1, 4), (0, value.nbytes, 1 << 40)):
+        monkeypatch.setattr(source_module, "num_cores", lambda count=count: count)
+        monkeypatch.setattr(source_module, "DRAWN_AHEAD", ahead)
+        for row, found in drawn(SCRATCH, [plain, padded, plain], 1):
+            np.testing.assert_array_equal(found[:rows_of], value)
+            assert found.shape == row.shape and not found[rows_of:].any()
+    assert value.ravel()[-1] != 0
     block = drawn_block(1, "embed.weight", 1, 64) * np.float32(INIT_STD)
     np.testing.assert_array_equal(value.ravel()[BLOCK : BLOCK + 64], block)
     assert not np.array_equal(value.ravel()[:64], block)
