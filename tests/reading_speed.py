@@ -18,7 +18,7 @@ import numpy as np
 
 from llmq.adapters.part import PartOfModel
 from llmq.api.load import LoadedModel
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine
 from llmq.generation.weights import ModelWeights

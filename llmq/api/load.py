@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 import numpy as np
 
 from llmq.api.tokens import TokenRules
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.engine.advice import Limits, lacking, refuse_if_too_large
 from llmq.engine.reading import ModelReader
 from llmq.errors import MemoryLimitError, UsageError

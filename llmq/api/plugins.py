@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from llmq.adapters.resolve import METHODS
-from llmq.backends import BACKENDS
+from llmq.backends.opening import BACKENDS
 from llmq.errors import UsageError, nearest
 from llmq.model.families import FAMILIES
 from llmq.ops import cuda, reference

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import open_backend
 from llmq.comm.world import ALONE, World
 from llmq.disk import storage
 from llmq.engine.advice import USUAL_STEPS, refuse_if_too_large

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, overload
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.advice import Limits, refuse_if_too_large

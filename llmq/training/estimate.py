@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.data.batches.batch import step_of
 from llmq.data.tokens.tokenizer import num_ids
 from llmq.disk import MIB, shown

@@ -14,7 +14,8 @@ from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import open_backend
 from llmq.disk import shown
 from llmq.engine.advice import UNKNOWN, Limits, table
 from llmq.engine.cost import Costs

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend, begin_opening, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import begin_opening, open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named

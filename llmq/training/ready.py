@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from llmq.adapters import resolve as adapters
-from llmq.backends import Backend, open_backend
+from llmq.backends import Backend
+from llmq.backends.opening import open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.batch import step_of
 from llmq.data.batches.loader import Data

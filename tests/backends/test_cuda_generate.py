@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_engines import BF16, FP32, parameters, spec_of, tiny
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.blocks.cached import Sampling
 from llmq.data.batches.batch import Batch
 from llmq.engine.engine import Engine

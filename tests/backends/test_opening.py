@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from llmq.backends import begin_opening
+from llmq.backends.opening import begin_opening
 
 
 def finished():

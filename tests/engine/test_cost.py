@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, FP8, spec_of, tiny
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.engine.cost import Costs
 from llmq.engine.predict import step_seconds, sustained
 from llmq.hardware import cards

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.engine.predict import step_seconds, sustained
 from llmq.files.source import find_source
 from llmq.hardware import device

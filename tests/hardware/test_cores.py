@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.hardware import cores
 from llmq.hardware.cores import cores_of_ranks, in_threads, read_cores
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tiny_engines import BF16, plan_of, tiny
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.backends.planned import PlannedBackend
 from llmq.blocks.packed import Packing
 from llmq.hardware.device import memory_bytes, pick_device

@@ -8,7 +8,7 @@ import pytest
 from tiny_engines import tiny
 
 from llmq import screen
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
 from llmq.disk import GIB, MIB

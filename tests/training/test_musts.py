@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click import Context
 
-from llmq.backends import open_backend
+from llmq.backends.opening import open_backend
 from llmq.cli.estimate import command
 from llmq.disk import GIB, MIB, shown
 from llmq.engine.predict import predicted_rate
