@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from llmq.row import Row
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
 PartName = str | int  # of a model: `embed`, a layer by its number, `head`
@@ -47,9 +47,10 @@ class Parameters(Protocol):
 
 
 class Site(Protocol):
-    """A linear map."""
+    """A linear map. Its `key` is the last part of its name, `up` of `layers.3.mlp.up`."""
 
     name: str
+    key: str
 
     def slots(self, x: Slot) -> tuple[Slot, ...]:
         """Slots of its own, for an input `x`."""
@@ -62,6 +63,40 @@ class Site(Protocol):
 
     def backward(self, ops: Ops, a: Slots, d: Slots, d_x: Ref, dw: Parameters, d_y: Ref, x: Ref, w: Parameters) -> None:
         """d_x, dw <- d_y, x, w."""
+
+
+class Into(Protocol):
+    """From the residual stream into a sublayer, with its first linear map."""
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """Its parameters, of `size` channels, which are `file`."""
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """What the map reads of a batch of b sequences of t tokens of c channels, then intermediates."""
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
+        """y <- a.res."""
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
+        """d.res, dw <- d_y, d.out."""
+
+
+class Onto(Protocol):
+    """From a sublayer onto the residual stream, with its last linear map."""
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """Its parameters, of `size` channels, which are `file`."""
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """Intermediates for a batch of b sequences of t tokens of c channels."""
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, x: Ref) -> None:
+        """a.out <- x, a.res."""
+
+    def backward(
+        self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_x: Ref, x: Ref
+    ) -> None:
+        """d_x, dw <- d.out, x."""
 
 
 class Core(Protocol):

@@ -53,6 +53,7 @@ class SublayerRows:
 
     name: str
     layer: int
+    files: str = "model.layers"
 
     def vector(self, name: str, size: int, file: str) -> Row:
         """The weight (size,) of a norm, which is `file`."""
@@ -74,7 +75,7 @@ class SublayerRows:
     ) -> Row:
         parts, stop = [], 0
         for file, size in files.items():
-            parts.append(Part(f"model.layers.{self.layer}.{file}", stop, stop + size))
+            parts.append(Part(f"{self.files}.{self.layer}.{file}", stop, stop + size))
             stop += size
         full = f"layers.{self.layer}.{self.name}.{name}"
         about = (full, shape, tuple(parts), init, len(shape) > 1, self.layer)

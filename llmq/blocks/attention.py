@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.protocols import Core, Ops, Parameters, Site, Slots
+from llmq.protocols import Core, Into, Onto, Ops, Parameters, Site, Slots
 from llmq.row import Row, SublayerRows
 from llmq.tensor import Slot
 
@@ -106,26 +106,16 @@ class DenseCore:
 
 
 class Attention:
-    """out = res + W_o core(rotary(W_qkv rmsnorm(res) + b)).
+    """out = res + W_o core(rotary(W_qkv rmsnorm(res) + b)), with `into` and `onto` the stream as they are made.
 
     res, x, out (B,T,C); qkv, rot (B,T,(Hq+2Hkv)*Hd); att (B,T,Hq*Hd); lse as the core keeps it; rstd (B,T).
     """
 
     def __init__(
-        self, hidden_size: int, heads: Heads, eps: float, qkv: Site, o: Site, rotary: Rotary, core: Core
+        self, hidden_size: int, heads: Heads, into: Into, qkv: Site, rotary: Rotary, core: Core, o: Site, onto: Onto
     ) -> None:
-        self.c, self.heads, self.eps = hidden_size, heads, eps
+        self.c, self.heads, self.into, self.onto = hidden_size, heads, into, onto
         self.qkv, self.o, self.rotary, self.core = qkv, o, rotary, core
-
-    @staticmethod
-    def rows(at: SublayerRows, hidden_size: int, heads: Heads, rotary: Rotary, *, bias: bool) -> Iterator[Row]:
-        """Its parameters, with a bias of q, k and v or without."""
-        q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        files = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        yield at.vector("norm", hidden_size, "input_layernorm")
-        yield from at.linear("qkv", hidden_size, files, bias=bias)
-        yield from rotary.rows(at)
-        yield from at.linear("o", q, {"self_attn.o_proj": hidden_size}, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -134,24 +124,22 @@ class Attention:
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        x, rstd = Slot("x", (b, t, self.c), ("norm",)), Slot("rstd", (b, t), ("block",), "stat")
+        x, *stats = self.into.slots(b, t, self.c)
         qkv = Slot("qkv", (b, t, self.heads.packed), ("qkv",))
         att, *rest = self.core.slots(b, t)
-        own = (*self.qkv.slots(x), *self.o.slots(att))
-        return (x, rstd, qkv, *self.rotary.slots(b, t), att, *rest, *own)
+        own = (*self.qkv.slots(x), *self.o.slots(att), *self.onto.slots(b, t, self.c))
+        return (x, *stats, qkv, *self.rotary.slots(b, t), att, *rest, *own)
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        self.qkv.forward(ops, a, a.qkv, a.x, w.qkv)
+        self.into.forward(ops, a, w, self.qkv, a.qkv)
         self.rotary.forward(ops, a, w)
         self.core.forward(ops, a)
-        self.o.forward(ops, a, a.out, a.att, w.o, residual=a.res)
+        self.onto.forward(ops, a, w, self.o, a.att)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
-        self.o.backward(ops, a, d, d.att, dw.o, d.out, a.att, w.o)
+        self.onto.backward(ops, a, d, w, dw, self.o, d.att, a.att)
         self.core.backward(ops, a, d)
         self.rotary.backward(ops, a, d, w, dw)
-        self.qkv.backward(ops, a, d, d.x, dw.qkv, d.qkv, a.x, w.qkv)
-        ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)
+        self.into.backward(ops, a, d, w, dw, self.qkv, d.qkv)

@@ -6,6 +6,7 @@ from typing import Any
 
 from llmq.blocks.attention import DenseCore, Heads
 from llmq.blocks.head import Chunk, Head, LogitsReader
+from llmq.blocks.stream import RmsNorm
 from llmq.protocols import Ops, Site, Slots
 from llmq.tensor import Slot
 
@@ -126,8 +127,8 @@ class Scored(LogitsReader):
 class TokenHead(Head):
     """The head of one token of each sequence: logits (B,1,Vp) in one chunk, which is the batch."""
 
-    def __init__(self, hidden_size: int, padded_vocab: int, eps: float, site: Site, reader: LogitsReader) -> None:
-        super().__init__(hidden_size, padded_vocab, eps, 1, site, reader)
+    def __init__(self, hidden_size: int, padded_vocab: int, norm: RmsNorm, site: Site, reader: LogitsReader) -> None:
+        super().__init__(hidden_size, padded_vocab, norm, 1, site, reader)
         self.ends = ("",)
 
     def logits(self, b: int, t: int) -> Slot:

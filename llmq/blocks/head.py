@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmq.blocks.stream import RmsNorm
 from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.tensor import Ref, Slot
 
@@ -68,9 +69,9 @@ class Head:
     """
 
     def __init__(
-        self, hidden_size: int, padded_vocab: int, eps: float, num_chunks: int, site: Site, reader: LogitsReader
+        self, hidden_size: int, padded_vocab: int, norm: RmsNorm, num_chunks: int, site: Site, reader: LogitsReader
     ) -> None:
-        self.c, self.vp, self.eps, self.num_chunks = hidden_size, padded_vocab, eps, num_chunks
+        self.c, self.vp, self.norm, self.num_chunks = hidden_size, padded_vocab, norm, num_chunks
         self.site, self.reader = site, reader
         self.ends = tuple(f"#{i}" for i in range(num_chunks))  # of the names of each chunk's slots
 
@@ -78,7 +79,7 @@ class Head:
         """Intermediates for a batch of b sequences of t tokens."""
         x = Slot("x", (b, t, self.c))
         of_tokens = (Slot("loss", (b, t), (), "stat"), Slot("hits", (b, t), (), "int32"))
-        of_batch = (x, Slot("rstd", (b, t), (), "stat"), *of_tokens, *self.site.slots(x))
+        of_batch = (x, *self.norm.stats(b, t, ()), *of_tokens, *self.site.slots(x))
         logits = self.logits(b, t)
         of_chunk = (logits, *self.reader.slots(logits))
         return (*of_batch, *(replace(slot, name=f"{slot.name}{end}") for end in self.ends for slot in of_chunk))
@@ -89,19 +90,19 @@ class Head:
 
     def forward(self, ops: Ops, a: Slots, d: Slots, w: Parameters) -> None:
         """What the reader leaves <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        self.norm.forward(ops, a, w)
         for at in self.chunks(a, d):
             self.read(ops, at, w)
         self.reader.total(ops, a)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw, and what the reader leaves, <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        self.norm.forward(ops, a, w)
         for at in self.chunks(a, d):
             self.read(ops, at, w)
             self.site.backward(ops, at.a, at.d, at.d.x, dw, at.d.logits, at.a.x, w)
         self.reader.total(ops, a)
-        ops.rmsnorm_backward(d.res, dw.norm, d.x, None, a.res, w.norm, a.rstd)
+        self.norm.backward(ops, a, d, w, dw, None)
 
     def read(self, ops: Ops, at: Chunk, w: Parameters) -> None:
         """What the reader leaves of a chunk <- at.a.x."""

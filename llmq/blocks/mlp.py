@@ -1,10 +1,8 @@
 """Feed-forward sublayer, whole or in tiles of tokens. What varies between models is the activation, an object."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-from llmq.protocols import Ops, Parameters, PiecedSublayer, Site, Slots
-from llmq.row import Row, SublayerRows
+from llmq.protocols import Into, Onto, Ops, Parameters, PiecedSublayer, Site, Slots
 from llmq.tensor import Ref, Slot
 
 
@@ -21,24 +19,17 @@ class SwiGlu:
 
 
 class Mlp:
-    """out = res + down(activation(gate, up)), (gate, up) = W_up rmsnorm(res).
+    """out = res + down(activation(gate, up)), (gate, up) = W_up rmsnorm(res), with `into` and `onto` the stream as they
+    are made.
 
     res, x, out (B,T,C); gate_up (B,T,2F), gate first; act (B,T,F); rstd (B,T).
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, eps: float, up: Site, activation: SwiGlu, down: Site
+        self, hidden_size: int, intermediate_size: int, into: Into, up: Site, activation: SwiGlu, down: Site, onto: Onto
     ) -> None:
-        self.c, self.f, self.eps = hidden_size, intermediate_size, eps
+        self.c, self.f, self.into, self.onto = hidden_size, intermediate_size, into, onto
         self.up, self.activation, self.down = up, activation, down
-
-    @staticmethod
-    def rows(at: SublayerRows, hidden_size: int, intermediate_size: int) -> Iterator[Row]:
-        """Its parameters."""
-        files = {"mlp.gate_proj": intermediate_size, "mlp.up_proj": intermediate_size}
-        yield at.vector("norm", hidden_size, "post_attention_layernorm")
-        yield from at.linear("up", hidden_size, files)
-        yield from at.linear("down", intermediate_size, {"mlp.down_proj": hidden_size}, init="residual")
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -47,9 +38,10 @@ class Mlp:
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
-        x, act = Slot("x", (b, t, self.c), ("norm",)), Slot("act", (b, t, self.f), ("swiglu",))
-        rstd, gate_up = Slot("rstd", (b, t), ("block",), "stat"), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
-        return (x, rstd, gate_up, act, *self.up.slots(x), *self.down.slots(act))
+        x, *stats = self.into.slots(b, t, self.c)
+        act, gate_up = Slot("act", (b, t, self.f), ("swiglu",)), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
+        own = (*self.up.slots(x), *self.down.slots(act), *self.onto.slots(b, t, self.c))
+        return (x, *stats, gate_up, act, *own)
 
     def pieces(self, a: Slots) -> list[Slots]:
         """Frames of what is made again and goes back at a time: all of it."""
@@ -57,17 +49,15 @@ class Mlp:
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
-        self.up.forward(ops, a, a.gate_up, a.x, w.up)
+        self.into.forward(ops, a, w, self.up, a.gate_up)
         self.activation.forward(ops, a.act, a.gate_up)
-        self.down.forward(ops, a, a.out, a.act, w.down, residual=a.res)
+        self.onto.forward(ops, a, w, self.down, a.act)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.res, dw <- d.out."""
-        self.down.backward(ops, a, d, d.act, dw.down, d.out, a.act, w.down)
+        self.onto.backward(ops, a, d, w, dw, self.down, d.act, a.act)
         self.activation.backward(ops, d.gate_up, d.act, a.gate_up)
-        self.up.backward(ops, a, d, d.x, dw.up, d.gate_up, a.x, w.up)
-        ops.rmsnorm_backward(d.res, dw.norm, d.x, d.out, a.res, w.norm, a.rstd)
+        self.into.backward(ops, a, d, w, dw, self.up, d.gate_up)
 
 
 class Tiled:

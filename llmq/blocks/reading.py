@@ -36,5 +36,5 @@ class HiddenHead(Head):
 
     def forward(self, ops: Ops, a: Slots, d: Slots, w: Parameters) -> None:
         """It <- a.res."""
-        ops.rmsnorm_forward(a.x, a.rstd, a.res, w.norm, eps=self.eps)
+        self.norm.forward(ops, a, w)
         ops.cast(a.batch.hidden, a.x)

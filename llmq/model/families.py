@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from llmq.blocks.attention import Attention, Heads, Rotary
+from llmq.blocks.attention import Heads, Rotary
 from llmq.blocks.head import LogitsReader
-from llmq.blocks.mlp import Mlp, SwiGlu
+from llmq.blocks.mlp import SwiGlu
 from llmq.blocks.qk_norm import NormedRotary
+from llmq.blocks.stream import Added, Normed, RmsNorm
+from llmq.model.wiring import LLAMA, Wiring
 from llmq.plugins import Table, table
-from llmq.row import Row, SublayerRows
+from llmq.protocols import Into, Onto
+from llmq.row import Part, Row, SublayerRows
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -225,6 +228,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     takes: frozenset[str] = frozenset()
+    wiring: Wiring = LLAMA
 
     keys: ClassVar[type[ConfigKeys]] = ConfigKeys
     hidden_act: ClassVar[str] = "silu"
@@ -254,11 +258,48 @@ class Family:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
         return reader
 
+    def head_rows(self, config: ModelConfig) -> Iterator[Row]:
+        """The parameters of the norm before the head."""
+        yield Row(
+            "head.norm",
+            (config.hidden_size,),
+            (Part(f"{self.wiring.names.norm}.weight", 0, config.hidden_size),),
+            "ones",
+            decay=False,
+        )
+
+    def norm(self, config: ModelConfig) -> RmsNorm:
+        """The norm before the head, and before sublayers."""
+        return RmsNorm(config.rms_norm_eps)
+
+    def into(self, config: ModelConfig) -> Into:
+        """What a sublayer's first linear map reads of the residual stream."""
+        return Normed(self.norm(config))
+
+    def onto(self, config: ModelConfig) -> Onto:
+        """How a sublayer's last linear map is added to the residual stream."""
+        return Added()
+
     def rows(self, config: ModelConfig, layer: int) -> Iterator[Row]:
         """The parameters of a layer, in the order of the forward pass."""
-        c, at = config.hidden_size, SublayerRows("attention", layer)
-        yield from Attention.rows(at, c, self.heads(config), self.rotary(config), bias=config.qkv_bias)
-        yield from Mlp.rows(SublayerRows("mlp", layer), c, config.intermediate_size)
+        c, f, names, heads = config.hidden_size, config.intermediate_size, self.wiring.names, self.heads(config)
+        q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        at = SublayerRows("attention", layer, names.layers)
+        yield from self.into(config).rows(at, c, names.attention_norm)
+        yield from at.linear("qkv", c, _sizes(names.qkv, q, kv, kv), bias=config.qkv_bias)
+        yield from self.rotary(config).rows(at)
+        yield from at.linear("o", q, {names.o: c}, init="residual")
+        yield from self.onto(config).rows(at, c, names.attention_post_norm)
+        at = SublayerRows("mlp", layer, names.layers)
+        yield from self.into(config).rows(at, c, names.mlp_norm)
+        yield from at.linear("up", c, _sizes(names.up, f, f))
+        yield from at.linear("down", f, {names.down: c}, init="residual")
+        yield from self.onto(config).rows(at, c, names.mlp_post_norm)
+
+
+def _sizes(names: tuple[str, ...], *sizes: int) -> dict[str, int]:
+    """The outputs of maps that are computed as one, each by its name, or all by that of the one that has them."""
+    return dict(zip(names, sizes, strict=True)) if names[1:] else {names[0]: sum(sizes)}
 
 
 def _one_for_all(windows: tuple[int | None, ...], info: ValidationInfo) -> tuple[int | None, ...]:

@@ -71,8 +71,10 @@ def build_model(spec: Spec) -> Model:
         )
     layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), memory.seq_tiles)
     loss = spec.loss.reader(config.vocab_size, spec.regularization.z_loss)
-    sizes = (config.hidden_size, padded_vocab(config), config.rms_norm_eps, memory.head_chunks)
-    return Model(_embed(spec), layers, Head(*sizes, site_of(spec, HEAD), config.family.reader(config, loss)))
+    family, sizes = config.family, (config.hidden_size, padded_vocab(config))
+    reader = family.reader(config, loss)
+    head = Head(*sizes, family.norm(config), memory.head_chunks, site_of(spec, HEAD), reader)
+    return Model(_embed(spec), layers, head)
 
 
 def build_decoder(spec: Spec, sampling: Sampling) -> Model:
@@ -102,21 +104,21 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sa
         sampler = Penalized(sampler, sampling.repetition_penalty)
     if sampling.logprobs:
         sampler = Scored(sampler, config.vocab_size)
-    reader = config.family.reader(config, sampler)
-    head = TokenHead(config.hidden_size, padded_vocab(config), config.rms_norm_eps, site_of(spec, HEAD), reader)
+    norm, reader = config.family.norm(config), config.family.reader(config, sampler)
+    head = TokenHead(config.hidden_size, padded_vocab(config), norm, site_of(spec, HEAD), reader)
     return Model(embed, _blocks(spec, cores, rotary), head)
 
 
 def _blocks(spec: Spec, cores: Cores, rotary: Any, tiles: int = 1) -> tuple[Block, ...]:
     """The layers, with attention by `cores`, and the MLP in `tiles`."""
     config, heads, site = spec.config, _heads(spec), partial(site_of, spec)
-    c, eps = config.hidden_size, config.rms_norm_eps
+    c, into, onto = config.hidden_size, config.family.into(config), config.family.onto(config)
     found = []
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
-        attention = Attention(c, heads, eps, site(f"{at}.attention.qkv"), site(f"{at}.attention.o"), rotary, core)
-        maps = site(f"{at}.mlp.up"), config.family.activation(config), site(f"{at}.mlp.down")
-        mlp = Mlp(c, config.intermediate_size, eps, *maps)
+        qkv, o, up, down = (site(f"{at}.{name}") for name in ("attention.qkv", "attention.o", "mlp.up", "mlp.down"))
+        attention = Attention(c, heads, into, qkv, rotary, core, o, onto)
+        mlp = Mlp(c, config.intermediate_size, into, up, config.family.activation(config), down, onto)
         found.append(Block(attention, mlp if tiles == 1 else Tiled(mlp, tiles)))
     return tuple(found)
 

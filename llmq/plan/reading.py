@@ -66,11 +66,11 @@ def _model(spec: Spec, reader: LogitsReader) -> Model:
     chunks = next(count for count in range(-(-tokens // CHUNK), tokens + 1) if tokens % count == 0)
     model = build_model(replace(spec, memory=replace(spec.memory, head_chunks=chunks)))
     head = model.head
-    sizes = (head.c, head.vp, head.eps, head.num_chunks)
+    sizes = (head.c, head.vp, head.norm, head.num_chunks)
     return replace(model, head=Head(*sizes, head.site, spec.config.family.reader(spec.config, reader)))
 
 
 def _hidden(model: Model) -> Model:
     """The model with what its head reads in place of logits."""
     head = model.head
-    return replace(model, head=HiddenHead(head.c, head.vp, head.eps, head.num_chunks, head.site, head.reader))
+    return replace(model, head=HiddenHead(head.c, head.vp, head.norm, head.num_chunks, head.site, head.reader))

@@ -1,0 +1,34 @@
+"""How a family's layers are made: facts of which llmq has an object each, and the names of its tensors in files."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Names:
+    """Tensors of a model in files, those of a layer below `layers`. Maps that are computed as one are several tensors,
+    or one that is fused in the file, too."""
+
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    attention_post_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The facts."""
+
+    names: Names = Names()
+
+
+LLAMA = Wiring()
