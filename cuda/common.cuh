@@ -128,6 +128,23 @@ __device__ __forceinline__ void store(T* to, const float (&v)[N]) {
     pack.store(to);
 }
 
+// weights of a norm, which multiply with what is added to them (1: Gemma's, which begin at 0)
+template <int OFFSET, typename T, int N>
+__device__ __forceinline__ void get_weights(const Pack<T, N>& from, float (&w)[N]) {
+    from.get(w);
+    if constexpr (OFFSET != 0) {
+#pragma unroll
+        for (int j = 0; j < N; j++) w[j] += OFFSET;
+    }
+}
+
+template <int OFFSET, typename T, int N>
+__device__ __forceinline__ void load_weights(const T* from, float (&w)[N]) {
+    Pack<T, N> pack;
+    pack.load(from);
+    get_weights<OFFSET>(pack, w);
+}
+
 // asks for the 128 bytes around an address to be brought into L2
 __device__ __forceinline__ void expect_line(const void* at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));

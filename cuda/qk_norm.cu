@@ -1,4 +1,4 @@
-// RMSNorm of each query and key head over its HD channels (Qwen3), values unchanged; and its gradient.
+// RMSNorm of each query and key head over its HD channels (Qwen3) and its weight + OFFSET, values unchanged; and its gradient.
 //
 // LANES lanes own a head of a row, N channels in each lane. Forward: heads of all rows lie side by side, so a warp reads one
 // run of memory. Backward: a block owns 256 rows of as many heads as fill about 128 columns, so that column sums and the
@@ -9,7 +9,7 @@
 // both layouts in place of the value 78 and 83%.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, G (dtype of the weights' gradients), HQ, HKV, HD, N, LANES (a power of two >= HD / N), FORMS, E4M3
+// Constants: T, G (dtype of the weights' gradients), HQ, HKV, HD, N, LANES (a power of two >= HD / N), FORMS, E4M3, OFFSET
 
 #include "common.cuh"
 #include "constants"
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (head < NORMED) {
             if (rstd && lane == 0) rstd[static_cast<i64>(task / HEADS) * NORMED + head] = s;
             float w[N];
-            load((head < HQ ? q_weight : k_weight) + channel, w);
+            load_weights<OFFSET>((head < HQ ? q_weight : k_weight) + channel, w);
 #pragma unroll
             for (int j = 0; j < N; j++) v[j] *= s * w[j];
         }
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Per head with n = x * rstd and g = d_out * weight: d_qkv = rstd * (g - n * mean(g * n)); partial (rows / 256, NORMED, HD)
+// Per head with n = x * rstd and g = d_out * (weight + OFFSET): d_qkv = rstd * (g - n * mean(g * n)); partial (rows / 256, NORMED, HD)
 // <- the sums of d_out * n.
 constexpr int ROOM = N < 4 ? 32 : 128 / N;  // for lanes of heads side by side: a warp at most
 constexpr int TILE_HEADS = ROOM > LANES ? ROOM / LANES : 1, ACROSS = (HEADS + TILE_HEADS - 1) / TILE_HEADS;
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             int left = block_rows - first - 2 * i * SLOTS;
             float n[2][N], d[2][N], w[N], dot[2] = {};
             u32 bytes[2][(N + 3) / 4] = {};
-            weight.get(w);
+            get_weights<OFFSET>(weight, w);
 #pragma unroll
             for (int odd = 0; odd < 2; odd++) {
                 d_read[i][odd].get(d[odd]);

@@ -1,4 +1,4 @@
-// RMSNorm over the last axis: x = res * rstd * weight with rstd = 1 / sqrt(mean(res^2) + eps); and its gradient.
+// RMSNorm over the last axis: x = res * rstd * (weight + OFFSET) with rstd = 1 / sqrt(mean(res^2) + eps); and its gradient.
 //
 // GROUP warps own a row and hold it in registers (VPT accesses to a lane), GROUPS groups make a block, ROWS rows belong to
 // a block. Backward keeps the weight's gradient of its rows in registers too, writes one partial row of it per block
@@ -10,7 +10,7 @@
 //
 // Architectures: 80 86 89 90 100 120
 // Constants: T, G (dtype of the weight's gradient), C, N, GROUP, VPT, GROUPS, ROWS, BLOCKS (to a multiprocessor, at least),
-// AHEAD (0 or 1: the next row is read while one is worked on), FORMS, E4M3, RESIDUAL (0 or 1)
+// AHEAD (0 or 1: the next row is read while one is worked on), FORMS, E4M3, RESIDUAL (0 or 1), OFFSET
 
 #include "common.cuh"
 #include "constants"
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             int at = column + k * STEP;
             if (at >= C) break;
             float w[N];
-            load(weight + at, w);
+            load_weights<OFFSET>(weight + at, w);
             read[k].get(v);
 #pragma unroll
             for (int j = 0; j < N; j++) v[j] *= s * w[j];
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sink.finish();
 }
 
-// d_out = d_res + rstd * (g - n * mean(g * n)), n = res * rstd, g = d_x * weight; partial (parts, C) <- sum of d_x * n.
+// d_out = d_res + rstd * (g - n * mean(g * n)), n = res * rstd, g = d_x * (weight + OFFSET); partial (parts, C) <- sum of d_x * n.
 // A block owns `per_block` rows, a multiple of 256 where column sums are wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     rmsnorm_backward(OUTPUT_PARAMETERS(T, d_out), float* partial, const T* d_x, const T* d_res, const T* res,
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int k = 0; k < VPT; k++) {
                 if (column + k * STEP >= C) break;
                 float n[N], d[N], w[N];
-                load(weight + k * STEP, w);
+                load_weights<OFFSET>(weight + k * STEP, w);
                 own.res[k].get(n);
                 own.d_x[k].get(d);
 #pragma unroll
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int k = 0; k < VPT; k++) {
                 if (column + k * STEP >= C) break;
                 float n[N], d[N], w[N];
-                load(weight + k * STEP, w);
+                load_weights<OFFSET>(weight + k * STEP, w);
                 own.res[k].get(n);
                 own.d_x[k].get(d);
 #pragma unroll

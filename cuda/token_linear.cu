@@ -1,5 +1,6 @@
 // y (M, ROWS) = weight (ROWS, K) x^T + bias + residual for the M <= 4 tokens of a step of generation, bound by reading the
-// weight. NORM: of rmsnorm(x) * norm in place of x. GATED: weight (2 ROWS, K) has gates, then ups, and y is silu(gate) * up.
+// weight. NORM: of rmsnorm(x) * (norm + OFFSET) in place of x. GATED: weight (2 ROWS, K) has gates, then ups, and y is
+// silu(gate) * up.
 // Between the three maps values are rounded to T, as three kernels would; sums are f32, in an order of the shape alone.
 //
 // SPLIT warps share a row (with its gate), and each lane has UNROLL accesses of 16 bytes under way. No kernel of a program
@@ -7,7 +8,7 @@
 // normalises x for itself, into shared memory. Numbers, and what was tried: docs/kernels/generation.md.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, K, M, N (numbers per access), SPLIT, NORM, GATED, BIAS, RESIDUAL
+// Constants: T, K, M, N (numbers per access), SPLIT, NORM, OFFSET, GATED, BIAS, RESIDUAL
 
 #include "common.cuh"
 #include "constants"
@@ -17,7 +18,7 @@ constexpr int PIECES = (K + STRIDE - 1) / STRIDE, MOST = (M == 1 ? 8 : 4) / HALV
 constexpr int LINE = 128 / sizeof(T);
 constexpr int STEPS = (PIECES + UNROLL - 1) / UNROLL;
 
-// to (M, K) = rmsnorm(x) * norm, rounded; sums of warps meet in `squares`, which may be used again afterwards
+// to (M, K) = rmsnorm(x) * (norm + OFFSET), rounded; sums of warps meet in `squares`, which may be used again afterwards
 __device__ __forceinline__ void normalise(T* to, float (*squares)[HALVES][M], const T* x, const T* norm, float eps) {
     float v[N], w[N];
 #pragma unroll
@@ -40,7 +41,7 @@ __device__ __forceinline__ void normalise(T* to, float (*squares)[HALVES][M], co
         float s = 1.0f / sqrtf(sum * (1.0f / K) + eps);
         for (int i = threadIdx.x * N; i < K; i += THREADS * N) {
             load(x + m * K + i, v);
-            load(norm + i, w);
+            load_weights<OFFSET>(norm + i, w);
 #pragma unroll
             for (int j = 0; j < N; j++) v[j] *= s * w[j];
             Pack<T, N> rounded;

@@ -26,6 +26,7 @@ from small_tokenizers import EOS, byte_level
 
 from llmq.errors import UsageError
 from llmq.torch import kernels as on_memory
+from llmq.torch import patch as patch_of_torch
 from llmq.torch import patch_model, unpatch_model
 from llmq.torch.fp8 import COLUMNS, ROWS, input_copies
 from llmq.torch.head import chunk_tokens, linear_cross_entropy
@@ -251,6 +252,15 @@ def test_what_is_left_is_named():
         patch_model(other, strict=True)
     with pytest.raises(UsageError, match="linear='int8'"):
         patch_model(made(), linear="int8")
+
+
+def test_a_norm_whose_weight_is_added_to_one_is_left(monkeypatch):
+    monkeypatch.setitem(patch_of_torch.MODEL_TYPES, "GemmaForCausalLM", "gemma")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": families.VOCAB}
+    config = transformers.GemmaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    patch = patch_model(transformers.GemmaForCausalLM(config))
+    assert "RMSNorm" not in patch.replaced
+    assert patch.left["model.norm"] == "GemmaRMSNorm is not the RMSNorm of Llama"
 
 
 def test_libraries_that_are_missing_are_named(monkeypatch):

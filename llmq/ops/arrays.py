@@ -141,9 +141,12 @@ class Quantized:
         return Given(operand(data, name), self.shape, self.dtype, form, operand(scale, f"the scale of {name}"))
 
 
-def rmsnorm(res: Array, weight: Array, *, eps: float, **memory: Unpack[Lent]) -> tuple[Array, Array]:
-    """x (...,C), rstd (...) <- res (...,C), weight (C,): res * rstd * weight, rstd = 1 / sqrt(mean(res^2) + eps)."""
-    return _RMSNORM(res, weight, numbers={"eps": eps}, **memory)
+def rmsnorm(
+    res: Array, weight: Array, *, eps: float, offset: float = 0.0, **memory: Unpack[Lent]
+) -> tuple[Array, Array]:
+    """x (...,C), rstd (...) <- res (...,C), weight (C,): res * rstd * (weight + offset), rstd = 1 / sqrt(mean(res^2) +
+    eps). The offset is 0, or 1 (Gemma)."""
+    return _RMSNORM(res, weight, numbers={"eps": eps, "offset": offset}, **memory)
 
 
 def rmsnorm_backward(
@@ -153,15 +156,16 @@ def rmsnorm_backward(
     rstd: Array,
     d_res: Array | None = None,
     *,
+    offset: float = 0.0,
     needs: Collection[str] = ("res", "weight"),
     **memory: Unpack[Lent],
 ) -> tuple[Array, Array]:
     """d_out (...,C), d_weight (C,) <- d_x, res (...,C), weight (C,), rstd (...); d_res (...,C) is added to d_out.
 
-    d_out may be d_x or d_res; d_weight may be fp32. What is not in `needs` is None.
+    d_out may be d_x or d_res; d_weight may be fp32. What is not in `needs` is None. The offset is that of forward.
     """
     wanted = _needed(needs, res="d_out", weight="d_weight")
-    return _RMSNORM_BACKWARD(d_x, d_res, res, weight, rstd, wanted=wanted, **memory)
+    return _RMSNORM_BACKWARD(d_x, d_res, res, weight, rstd, numbers={"offset": offset}, wanted=wanted, **memory)
 
 
 def rope(

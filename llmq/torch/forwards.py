@@ -61,6 +61,11 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def why_norm_left(module: Any) -> str | None:
+    """For a norm of other maths than Llama's, such as Gemma's, whose weight is added to 1."""
+    return None if hasattr(module, "variance_epsilon") else f"{type(module).__name__} is not the RMSNorm of Llama"
+
+
 def why_mlp_left(module: Any) -> str | None:
     """For another activation than SwiGLU's."""
     act = module.config.hidden_act

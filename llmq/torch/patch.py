@@ -30,6 +30,7 @@ from llmq.torch.forwards import (
     why_left,
     why_mlp_left,
     why_model_left,
+    why_norm_left,
 )
 from llmq.torch.fp8 import forget_copy, forward_of, why_map_left
 from llmq.torch.lora import lora_forward, why_lora_left
@@ -50,7 +51,7 @@ class Replacement(NamedTuple):
 
 # by what follows the family in the name of a class
 OF_FAMILY = {
-    "RMSNorm": Replacement("RMSNorm", lambda module: norm_forward),
+    "RMSNorm": Replacement("RMSNorm", lambda module: norm_forward, why_norm_left),
     "Attention": Replacement("RoPE", attention_forward, why_attention_left),
     "MLP": Replacement("SwiGLU", lambda module: mlp_forward, why_mlp_left),
     "ForCausalLM": Replacement(HEAD, model_forward, why_model_left),

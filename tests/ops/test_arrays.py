@@ -60,6 +60,11 @@ PAIRS = {
         lambda d, x, w: ops.rmsnorm_backward(d, x, w, ops.rmsnorm(x, w, eps=1e-2)[1]),
         [(B, T, C), (C,)],
     ),
+    "rmsnorm of 1 + w": (
+        lambda x, w: ops.rmsnorm(x, w, eps=1e-2, offset=1.0)[0],
+        lambda d, x, w: ops.rmsnorm_backward(d, x, w, ops.rmsnorm(x, w, eps=1e-2)[1], offset=1.0),
+        [(B, T, C), (C,)],
+    ),
     "rope": (lambda x: ops.rope(x, *TURN, **HEADS), lambda d, x: [ops.rope_backward(d, *TURN, **HEADS)], QKV),
     "rope_heads": (
         lambda q, k: np.concatenate(ops.rope_heads(q, k, *ANGLES), axis=2),

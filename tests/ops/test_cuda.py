@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.errors import UsageError
 from llmq.operands import Output, Tensor, to_form
 from llmq.ops import cuda, seam
 from llmq.ops.cuda import embedding, launch
@@ -21,7 +22,7 @@ from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.reference import OPS
 from llmq.tensor import COLSUM, Form, num_norm_tiles
 
-from .build import output, tensor
+from .build import arguments_of, output, tensor
 from .cases import Case, Sizes, make
 from .cuda_build import Device
 
@@ -330,6 +331,27 @@ def test_rmsnorm_backward_without_a_residual():
     case = make("rmsnorm_backward", SIZES["odd"])
     case.inputs["d_res"] = None
     check(case, "bf16")
+
+
+OF_NORMS = ("rmsnorm_forward", "rmsnorm_backward", "qk_norm_forward", "qk_norm_backward")
+
+
+@gpu
+@pytest.mark.parametrize("op", OF_NORMS)
+def test_the_weight_of_a_norm_may_be_added_to_one(op):
+    case = make(op, SIZES["odd"])
+    case.numbers = {**case.numbers, "offset": 1.0}
+    for dtype in DTYPES_HERE:
+        check(case, dtype)
+
+
+@pytest.mark.parametrize("op", [*OF_NORMS, "token_linear"])
+def test_another_offset_of_a_weight_is_refused(op):
+    case = make(op, SIZES["odd"])
+    call = arguments_of(op, *outputs_of(case, "bf16").values(), *inputs_of(case, "bf16").values(), **case.numbers)
+    assert cuda.KERNELS[op].needed(call) >= 0
+    with pytest.raises(UsageError, match=r"adds 0 or 1 to the weight of a norm, and offset is 0\.5: use --device cpu"):
+        cuda.KERNELS[op].needed(replace(call, numbers={**call.numbers, "offset": 0.5}))
 
 
 @gpu

@@ -240,7 +240,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         launch.launch("count", "count", 1, 1, (0,), {})
         normed = (read(qkv), read((hd,)), read((hd,)))
         rstd = out((b, t, hq + hkv), "fp32", None)
-        ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6)
+        for offset in (0.0, 1.0):
+            ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6, offset=offset)
         weights = (out((hd,), dtype, None), out((hd,), dtype, None))
         stat = noted.tensor((b, t, hq + hkv), "fp32")
         ops.bias_backward(out((width,), dtype, None), noted.tensor(qkv, "fp32", COLSUM))
@@ -310,6 +311,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         six = noted.tensor((6,), "fp32")
         for form in (ROW8, *(forms[0] for forms in OWN.values())):
             ops.quantization_error(out((6,), "fp32", None), six, read(x), noted.tensor(x, dtype, form))
+        beside_1 = (out(x, dtype, None), out((c,), dtype, None), read(x), read(x), read(x), read((c,)))
+        ops.rmsnorm_forward(out(x, dtype, None), out((b, t), "fp32", None), read(x), read((c,)), eps=1e-6, offset=1.0)
+        ops.rmsnorm_backward(*beside_1, noted.tensor((b, t), "fp32"), offset=1.0)
         for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8)):
             norm = (read(x), read((c,)))
             ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)

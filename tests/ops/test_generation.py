@@ -68,17 +68,18 @@ def drawn(rows, k, n, gated, dtype, seed=0):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("normed", [True, False], ids=["norm", "plain"])
-def test_it_has_the_bits_of_the_three_ops(normed, dtype):
+@pytest.mark.parametrize(("normed", "offset"), [(True, 0), (True, 1), (False, 0)], ids=["norm", "1 + norm", "plain"])
+def test_it_has_the_bits_of_the_three_ops(normed, offset, dtype):
     x, norm, weight, bias = drawn(2, 24, 10, True, dtype)
-    between = tensor(run("rmsnorm_forward", [x.shape, (2, 1)], x, norm, eps=EPS, dtype=dtype)[0], dtype)
+    about = {"eps": EPS, "offset": offset}
+    between = tensor(run("rmsnorm_forward", [x.shape, (2, 1)], x, norm, **about, dtype=dtype)[0], dtype)
     read = between if normed else x
     (gate_up,) = run("linear_forward", [(2, 1, 20)], read, weight, bias, None, dtype=dtype)
     (act,) = run("swiglu_forward", [(2, 1, 10)], tensor(gate_up, dtype), dtype=dtype)
     given = (x, norm if normed else None, weight, bias, None)
-    (got,) = run("token_linear", [(2, 1, 10)], *given, eps=EPS, gated=True, dtype=dtype)
+    (got,) = run("token_linear", [(2, 1, 10)], *given, **about, gated=True, dtype=dtype)
     np.testing.assert_array_equal(got, act)
-    (got,) = run("token_linear", [(2, 1, 20)], *given[:4], tensor(gate_up, dtype), eps=EPS, gated=False, dtype=dtype)
+    (got,) = run("token_linear", [(2, 1, 20)], *given[:4], tensor(gate_up, dtype), **about, gated=False, dtype=dtype)
     (added,) = run("linear_forward", [(2, 1, 20)], read, weight, bias, tensor(gate_up, dtype), dtype=dtype)
     np.testing.assert_array_equal(got, added)
 
@@ -93,8 +94,8 @@ def rounded(value, dtype, error):
 @pytest.mark.gpu(emulated=True)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize(("n", "k"), [(37, 64), (130, 1032), (4099, 72), (9, 4232)], ids=str)
-def test_the_kernel_computes_norm_product_and_swiglu(n, k, rows, dtype):
+@pytest.mark.parametrize(("n", "k", "offset"), [(37, 64, 1), (130, 1032, 0), (4099, 72, 0), (9, 4232, 0)], ids=str)
+def test_the_kernel_computes_norm_product_and_swiglu(n, k, offset, rows, dtype):
     """In every split of a row, and with rows that a block takes one after the other.
 
     Bound: what is rounded in between may be rounded the other way where f32 errs (gamma of a sum of k, and 8 roundings
@@ -104,12 +105,12 @@ def test_the_kernel_computes_norm_product_and_swiglu(n, k, rows, dtype):
     device, w = Device(), 2.0**-24
     x, norm, weight, bias = drawn(rows, k, n, True, dtype)
     values = [one.read().astype(np.float64) for one in (x, norm, weight, bias)]
-    exact = values[0] / np.sqrt(np.mean(values[0] ** 2, axis=-1, keepdims=True) + EPS) * values[1]
+    exact = values[0] / np.sqrt(np.mean(values[0] ** 2, axis=-1, keepdims=True) + EPS) * (values[1] + offset)
     normed, off = rounded(exact, dtype, (k / 32 + 16) * w * np.abs(exact))
     for gated in (False, True):
         got = output((rows, 1, n * (2 - gated)), dtype)
         given = dict(zip(("x", "norm", "weight", "bias"), (x, norm, weight, bias), strict=True))
-        device.call("token_linear", {"y": got}, {**given, "residual": None}, eps=EPS, gated=gated)
+        device.call("token_linear", {"y": got}, {**given, "residual": None}, eps=EPS, gated=gated, offset=offset)
         found = device.host(got.tensors[0].array).astype(np.float64)
         product = normed @ values[2].T + values[3]
         magnitude = np.abs(normed) @ np.abs(values[2]).T + np.abs(values[3])

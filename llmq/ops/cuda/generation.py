@@ -12,6 +12,7 @@ from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
 from llmq.ops.cuda.compile import Constants
+from llmq.ops.cuda.norms import offset_of
 from llmq.ops.seam import Arguments
 
 ATTENTION_THREADS, MOST_SHARED = 256, 98 * 1024  # cached_attention.cu
@@ -98,8 +99,14 @@ def _shared_bytes(kind: str, head_dim: int, group: int) -> int:
     return tiles + 4 * group * (head_dim + keys + 2) + 4
 
 
-@gpu.asks(refuse=lambda call, _: gpu.access_to(call.reads["x"]))
-def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
+def _refuse(call: Arguments, capability: int) -> None:
+    """UsageError for rows that cannot be read, and for an offset of the norm's weight that no kernel has."""
+    gpu.access_to(call.reads["x"])
+    offset_of(call)
+
+
+@gpu.asks(refuse=_refuse)
+def token_linear(y: Output, /, *read: Any, eps: float, gated: bool, offset: float = 0.0) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K) or (2N,K), bias (N,) or (2N,) or None, residual (B,1,N)
     or None. What no kernel of a program writes, as the weight, is read before the kernels before it are done."""
     x, norm, weight, bias, residual = read
@@ -109,7 +116,8 @@ def token_linear(y: Output, /, *read: Any, eps: float, gated: bool) -> None:
     split = _split(rows, -(-columns // (32 * number)), int(gated))
     shape: Constants = {"T": kind, "K": columns, "M": tokens, "N": number, "SPLIT": split}
     parts = {"NORM": norm, "BIAS": bias, "RESIDUAL": residual}
-    constants: Constants = {**shape, "GATED": int(gated), **{name: int(one is not None) for name, one in parts.items()}}
+    about: Constants = {"GATED": int(gated), "OFFSET": int(offset)}
+    constants: Constants = {**shape, **about, **{name: int(one is not None) for name, one in parts.items()}}
     arguments = (y, weight, x, norm, bias, residual, np.float32(eps), np.int32(rows))
     shared = tokens * columns * gpu.size_of(kind) if norm is not None else 0
     blocks = _blocks(-(-rows * split // WARPS), RESIDENT * gpu.multiprocessors())

@@ -19,6 +19,7 @@ HEAD_THREADS, HEAD_WARPS, STEPS, TILE_WIDTH, WARP, SUM_SIDE = 256, 8, 2, 128, 32
 
 def _refuse(call: Arguments, capability: int) -> None:
     """UsageError for rows that no block holds, or, to be written as fp8 columns, no block of a card's shared memory."""
+    offset_of(call)
     res, room = call.reads["res"], gpu.shared_bytes_limit(capability) - gpu.STATIC_BYTES
     columns, number = res.shape[-1], gpu.access_to(res)
     if columns > number * 32 * HELD * MOST_WARPS:
@@ -34,12 +35,22 @@ def _refuse(call: Arguments, capability: int) -> None:
         )
 
 
+def offset_of(call: Arguments) -> int:
+    """What is added to the weight of a call's norm; UsageError for what the kernels do not add."""
+    offset = call.numbers.get("offset", 0.0)
+    if offset not in (0, 1):
+        raise UsageError(f"the GPU adds 0 or 1 to the weight of a norm, and offset is {offset}: use --device cpu")
+    return int(offset)
+
+
 @gpu.asks(refuse=_refuse)
-def rmsnorm_forward(x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float) -> None:
+def rmsnorm_forward(
+    x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0
+) -> None:
     """x (B,T,C), rstd (B,T) <- res (B,T,C), weight (C,)."""
     kind, rows = gpu.type_of(res, weight, x), gpu.rows_of(res.shape)
     wanted, outputs = gpu.forms(x, may_be_cut=True)
-    constants = {**_constants(kind, "float", res.shape[-1], wanted, forward=True), "RESIDUAL": 0}
+    constants = {**_constants(kind, "float", res.shape[-1], wanted, offset, forward=True), "RESIDUAL": 0}
     arguments = (*outputs, rstd, res, weight, np.float32(eps), np.int64(rows), np.int64(gpu.height(x)))
     _launch("rmsnorm_forward", -(-rows // int(constants["ROWS"])), arguments, constants)
 
@@ -55,13 +66,15 @@ def rmsnorm_backward(
     weight: Tensor,
     rstd: Tensor,
     *,
+    offset: float = 0.0,
     scratch: Any = None,
 ) -> None:
     """d_out (B,T,C), d_weight (C,) <- d_x (B,T,C), d_res (B,T,C) or None, res (B,T,C), weight (C,), rstd (B,T)."""
     kind, columns, rows = gpu.type_of(res), res.shape[-1], gpu.rows_of(res.shape)
     gradient = gpu.type_of(d_weight) if d_weight.wanted else "float"
     wanted, outputs = gpu.forms(d_out, may_be_cut=True)
-    constants = {**_constants(kind, gradient, columns, wanted, forward=False), "RESIDUAL": int(d_res is not None)}
+    shape = _constants(kind, gradient, columns, wanted, offset, forward=False)
+    constants = {**shape, "RESIDUAL": int(d_res is not None)}
     per_block = _rows_per_part(rows)
     parts = -(-rows // per_block)
     partial = gpu.room(scratch, _scratch_bytes(res.shape)) if d_weight.wanted else 0
@@ -92,7 +105,7 @@ def _rows_per_part(rows: int) -> int:
 
 
 def _constants(
-    kind: str, gradient: str, columns: int, wanted: dict[str, int | str], *, forward: bool
+    kind: str, gradient: str, columns: int, wanted: dict[str, int | str], offset: float, *, forward: bool
 ) -> dict[str, int | str]:
     assert not int(wanted["FORMS"]) & gpu.SUMS, "column sums of what a norm writes are never read"
     transposed, number = bool(int(wanted["FORMS"]) & gpu.COL), gpu.access(columns, kind)
@@ -106,7 +119,7 @@ def _constants(
         rows = next(rows for rows, room in heights if rows * _pitch(columns) <= room)
     held = -(-accesses // (32 * group))
     sizes = {"C": columns, "N": number, "GROUP": group, "VPT": held, "GROUPS": groups, "ROWS": rows}
-    return {"T": kind, "G": gradient, **sizes, "BLOCKS": blocks, "AHEAD": ahead, **wanted}
+    return {"T": kind, "G": gradient, **sizes, "BLOCKS": blocks, "AHEAD": ahead, "OFFSET": int(offset), **wanted}
 
 
 def _shape(group: int, forward: bool, transposed: bool) -> tuple[int, int, int]:
@@ -131,6 +144,7 @@ def _pitch(columns: int) -> int:
 
 def _refuse_heads(call: Arguments, capability: int) -> None:
     """UsageError for heads that no warp holds."""
+    offset_of(call)
     qkv, head_dim = call.reads["qkv"], call.reads["q_weight"].shape[-1]
     kind = gpu.kind_of(qkv.dtype, qkv.name)
     number = gpu.access(head_dim, kind)
@@ -143,11 +157,11 @@ def _refuse_heads(call: Arguments, capability: int) -> None:
 
 
 @gpu.asks(refuse=_refuse_heads)
-def qk_norm_forward(out: Output, rstd: Output, /, *read: Tensor, eps: float, **heads: int) -> None:
+def qk_norm_forward(out: Output, rstd: Output, /, *read: Tensor, eps: float, **about: Any) -> None:
     """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,)."""
     qkv, q_weight, _ = read
     wanted: dict[str, int | str] = {"FORMS": int(out.wanted), "E4M3": 1}
-    constants = _head_constants(gpu.type_of(qkv), "float", q_weight.shape[-1], wanted, **heads)
+    constants = _head_constants(gpu.type_of(qkv), "float", q_weight.shape[-1], wanted, **about)
     rows = gpu.rows_of(qkv.shape)
     count = rows * (qkv.shape[-1] // q_weight.shape[-1])
     assert count < 2**32, "heads of all rows are counted in 32 bits"
@@ -158,7 +172,7 @@ def qk_norm_forward(out: Output, rstd: Output, /, *read: Tensor, eps: float, **h
 
 @gpu.asks(lambda call: gpu.sums_bytes(call.reads["qkv"].shape), _refuse_heads)
 def qk_norm_backward(
-    d_qkv: Output, d_q_weight: Output, d_k_weight: Output, /, *read: Tensor, scratch: Any = None, **heads: int
+    d_qkv: Output, d_q_weight: Output, d_k_weight: Output, /, *read: Tensor, scratch: Any = None, **about: Any
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd."""
     _, qkv, q_weight, _, _ = read
@@ -167,7 +181,7 @@ def qk_norm_backward(
     kinds = [gpu.type_of(output) for output in weights] or ["float"]
     assert len(set(kinds)) == 1, "both weights' gradients have one dtype"
     wanted, outputs = gpu.forms(d_qkv)
-    constants = _head_constants(gpu.type_of(qkv), kinds[0], width, wanted, **heads)
+    constants = _head_constants(gpu.type_of(qkv), kinds[0], width, wanted, **about)
     parts = -(-rows // gpu.SUMS_ROWS)
     partial = gpu.room(scratch, gpu.sums_bytes(qkv.shape)) if weights else 0
     arguments = (*outputs, partial, *read, np.int64(rows))
@@ -180,9 +194,16 @@ def qk_norm_backward(
 
 
 def _head_constants(
-    kind: str, gradient: str, width: int, wanted: dict[str, int | str], *, num_heads: int, num_kv_heads: int
+    kind: str,
+    gradient: str,
+    width: int,
+    wanted: dict[str, int | str],
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    offset: float = 0.0,
 ) -> dict[str, int | str]:
     number = gpu.access(width, kind)
     lanes = 1 << (width // number - 1).bit_length()
     sizes = {"HQ": num_heads, "HKV": num_kv_heads, "HD": width, "N": number, "LANES": lanes}
-    return {"T": kind, "G": gradient, **sizes, **wanted}
+    return {"T": kind, "G": gradient, **sizes, "OFFSET": int(offset), **wanted}

@@ -109,17 +109,18 @@ def token_linear(
     *,
     eps: float,
     gated: bool,
+    offset: float = 0.0,
 ) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K), bias (N,) or None, residual (B,1,N) or None.
 
-    rmsnorm_forward with the weight `norm`, linear_forward, and, if `gated`, swiglu_forward of its 2N columns, without
-    a residual. What is between them is rounded to the dtype of y, as it would be in a slot. No program that reads a
-    weight here may write it.
+    rmsnorm_forward with the weight `norm` + `offset`, linear_forward, and, if `gated`, swiglu_forward of its 2N
+    columns, without a residual. What is between them is rounded to the dtype of y, as it would be in a slot. No program
+    that reads a weight here may write it.
     """
     assert residual is None or not gated
     if norm is not None:
         normed, unwanted = _slot(x.shape, y.dtype), Output("rstd", x.shape[:-1], y.dtype, ())
-        rmsnorm_forward(normed, unwanted, x, norm, eps=eps)
+        rmsnorm_forward(normed, unwanted, x, norm, eps=eps, offset=offset)
         (x,) = normed.tensors
     product = _slot((*x.shape[:-1], weight.shape[0]), y.dtype) if gated else y
     linear_forward(product, x, weight, bias, residual)

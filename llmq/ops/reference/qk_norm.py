@@ -6,6 +6,7 @@ qkv (B,T,(Hq+2Hkv)*Hd) holds the query heads, then the key heads, then the value
 import numpy as np
 
 from llmq.operands import Output, Tensor
+from llmq.ops.reference.rmsnorm import moved
 from llmq.ops.seam import Arguments, op
 from llmq.ops.temporaries import elementwise
 from llmq.tensor import stored_bytes
@@ -23,16 +24,17 @@ def qk_norm_forward(
     num_heads: int,
     num_kv_heads: int,
     eps: float,
+    offset: float = 0.0,
 ) -> None:
     """out (B,T,(Hq+2Hkv)*Hd), rstd (B,T,Hq+Hkv) <- qkv like out, q_weight (Hd,), k_weight (Hd,).
 
-    Per head: out = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps).
+    Per head: out = x * rstd * (weight + offset), rstd = 1 / sqrt(mean(x^2) + eps).
     """
     x = qkv.read()
     heads, values = _split(x, num_heads, num_kv_heads)
     s = 1 / np.sqrt(np.mean(heads * heads, axis=-1) + x.dtype.type(eps))
     normed = heads * s[..., None]
-    normed *= _weights(q_weight, k_weight, num_heads, num_kv_heads)
+    normed *= _weights(q_weight, k_weight, num_heads, num_kv_heads, offset)
     out.write(_joined(normed, values))
     rstd.write(s)
 
@@ -59,17 +61,18 @@ def qk_norm_backward(
     *,
     num_heads: int,
     num_kv_heads: int,
+    offset: float = 0.0,
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd), d_q_weight (Hd,), d_k_weight (Hd,) <- d_out, qkv like d_qkv, weights, rstd.
 
-    Per head, with n = x * rstd and g = d_out * weight: d_x = rstd * (g - n * mean(g * n)); a weight's gradient is the
-    sum of d_out * n over tokens and its heads.
+    Per head, with n = x * rstd and g = d_out * (weight + offset): d_x = rstd * (g - n * mean(g * n)); a weight's
+    gradient is the sum of d_out * n over tokens and its heads.
     """
     heads, _ = _split(qkv.read(), num_heads, num_kv_heads)
     d, d_values = _split(d_out.read(), num_heads, num_kv_heads)
     s = rstd.read()[..., None]
     n = heads * s
-    g = d * _weights(q_weight, k_weight, num_heads, num_kv_heads)
+    g = d * _weights(q_weight, k_weight, num_heads, num_kv_heads, offset)
     d_heads = s * (g - n * np.mean(g * n, axis=-1, keepdims=True))
     per_head = (d * n).sum(axis=(0, 1))
     d_q_weight.write(per_head[:num_heads].sum(axis=0))
@@ -88,6 +91,6 @@ def _joined(heads: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.concatenate([heads, values], axis=2).reshape(*heads.shape[:2], -1)
 
 
-def _weights(q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """(Hq+Hkv,Hd): the weight of each query and key head."""
-    return np.stack([q_weight.read()] * num_heads + [k_weight.read()] * num_kv_heads)
+def _weights(q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, offset: float) -> np.ndarray:
+    """(Hq+Hkv,Hd): what multiplies each query and key head."""
+    return np.stack([moved(q_weight, offset)] * num_heads + [moved(k_weight, offset)] * num_kv_heads)

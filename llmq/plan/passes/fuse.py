@@ -31,8 +31,7 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
             fits = stored_bytes(x) <= MOST_NORM_BYTES
             if fits and last is not None and last.op == "rmsnorm_forward" and _passes(last, x, reads):
                 made.pop()
-                numbers = {"eps": last.numbers["eps"], "gated": False}
-                call = replace(call, inputs=(*last.inputs, *rest), numbers=numbers)
+                call = replace(call, inputs=(*last.inputs, *rest), numbers={**last.numbers, "gated": False})
         elif (
             call.op == "swiglu_forward"
             and last is not None

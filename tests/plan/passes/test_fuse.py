@@ -30,6 +30,12 @@ def test_a_sublayer_is_two_calls():
     assert up.numbers == {"eps": 1e-6, "gated": True} and down.numbers == {"eps": 0.0, "gated": False}
 
 
+def test_what_is_added_to_the_weight_of_a_norm_goes_with_it():
+    norm = replace(NORM, numbers={"eps": 1e-6, "offset": 1.0})
+    assert [call.numbers for call in fuse([norm, UP])] == [{"eps": 1e-6, "offset": 1.0, "gated": False}]
+    assert [call.numbers for call in fuse([norm, UP, SWIGLU])] == [{"eps": 1e-6, "offset": 1.0, "gated": True}]
+
+
 @pytest.mark.parametrize("between", [X, RSTD, Y])
 def test_what_is_read_elsewhere_is_still_made(between):
     calls = [NORM, UP, SWIGLU, recorded("swiglu_forward", (token("more"),), (between,))]
