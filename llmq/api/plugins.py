@@ -8,7 +8,7 @@ from typing import Any
 from llmq.adapters.resolve import METHODS
 from llmq.backends.opening import BACKENDS
 from llmq.errors import UsageError, nearest
-from llmq.model.families import FAMILIES
+from llmq.model.family_table import FAMILIES
 from llmq.ops import cuda, reference
 from llmq.ops.cuda.launch import Kernel
 from llmq.ops.seam import record

@@ -19,7 +19,7 @@ from llmq.errors import UsageError, WorldError
 from llmq.files.source import find_source
 from llmq.hardware import device
 from llmq.hardware.cores import cores_of_ranks
-from llmq.model.families import FAMILIES
+from llmq.model.family_table import FAMILIES
 from llmq.options.parse import Options, arguments_of, plugins_of
 from llmq.plugins import GROUP, table
 

@@ -20,6 +20,14 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float | None = None  # of scores: None is 1 / sqrt(Hd)
+    cap: float | None = None  # of scores: cap * tanh(score / cap)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """What scores are multiplied by and capped at, as keyword numbers of ops."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return {"softmax_scale": scale} | ({} if self.cap is None else {"softcap": self.cap})
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -78,8 +86,7 @@ class DenseCore:
 
     def __init__(self, heads: Heads, window: int | None, chunks: int) -> None:
         self.heads, self.chunks = heads, chunks
-        scale = heads.head_dim**-0.5
-        self.numbers: dict[str, Any] = {**heads.numbers, "window": window, "longest": None, "softmax_scale": scale}
+        self.numbers: dict[str, Any] = {**heads.numbers, "window": window, "longest": None, **heads.scores}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Results for a batch of b sequences of t tokens."""

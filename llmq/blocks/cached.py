@@ -59,7 +59,7 @@ class CachedCore:
 
     def __init__(self, heads: Heads, window: int | None, layer: int, given: str) -> None:
         self.heads, self.layer, self.given = heads, layer, given
-        self.numbers: dict[str, Any] = {**heads.numbers, "window": window, "softmax_scale": heads.head_dim**-0.5}
+        self.numbers: dict[str, Any] = {**heads.numbers, "window": window, **heads.scores}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Results for b sequences of t = 1 tokens."""

@@ -23,17 +23,17 @@ class Embed:
 
 
 class NoisyEmbed(Embed):
-    """res = weight[tokens] + noise, for training (NEFTune); the gradient passes the noise unchanged."""
+    """What `base` makes of the tokens + noise, for training (NEFTune); the gradient passes the noise unchanged."""
 
-    def __init__(self, hidden_size: int, alpha: float, seed: int, stream: int) -> None:
-        self.hidden_size = hidden_size
+    def __init__(self, base: Embed, hidden_size: int, alpha: float, seed: int, stream: int) -> None:
+        self.base, self.backward, self.hidden_size = base, base.backward, hidden_size  # type: ignore[method-assign]
         self.numbers: dict[str, Any] = {"alpha": alpha, "seed": seed, "stream": stream}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
-        """clean (B,T,C)."""
-        return (Slot("clean", (b, t, self.hidden_size)),)
+        """clean (B,T,C), beside the slots of the base."""
+        return (*self.base.slots(b, t), Slot("clean", (b, t, self.hidden_size)))
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.samples (B,)."""
-        ops.embedding_forward(a.clean, a.batch.tokens, w.weight)
+        self.base.forward(ops, a.renamed({"out": "clean"}), w)
         ops.embedding_noise(a.out, a.clean, a.batch.samples, **self.numbers)

@@ -2,6 +2,7 @@
 added. Both are objects, as families differ in them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.row import Row, SublayerRows
@@ -9,10 +10,11 @@ from llmq.tensor import Ref, Slot
 
 
 class RmsNorm:
-    """x = rmsnorm(res) (Zhang and Sennrich, 2019)."""
+    """x = rmsnorm(res) (Zhang and Sennrich, 2019), of which the weight is w + `offset`."""
 
-    def __init__(self, eps: float) -> None:
-        self.numbers = {"eps": eps}
+    def __init__(self, eps: float, offset: float = 0.0) -> None:
+        self.of_weight: dict[str, Any] = {"offset": offset} if offset else {}
+        self.numbers: dict[str, Any] = {"eps": eps, **self.of_weight}
 
     def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
         """Its weight (C,)."""
@@ -28,7 +30,7 @@ class RmsNorm:
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, through: Ref | None) -> None:
         """d.res, dw <- d.x, and the gradient `through` the stream."""
-        ops.rmsnorm_backward(d.res, dw.norm, d.x, through, a.res, w.norm, a.rstd)
+        ops.rmsnorm_backward(d.res, dw.norm, d.x, through, a.res, w.norm, a.rstd, **self.of_weight)
 
 
 class Normed:

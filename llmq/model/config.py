@@ -17,7 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError
-from llmq.model.families import FAMILIES, ROPE_KEYS, TORCH_NAMES, Family, RopeConfig
+from llmq.model.families import ROPE_KEYS, TORCH_NAMES, Family, RopeConfig
+from llmq.model.family_table import FAMILIES
+from llmq.model.harmless import HARMLESS
+from llmq.model.wiring import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class ModelConfig:
 
     def identity(self) -> dict[str, Any]:
         """What makes it compute what it computes: not the tokens that end texts, nor the export's source."""
-        left_out = ("dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position")
+        left_out = {"dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position"}
         return {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
 
     def with_vocabulary(self, size: int) -> ModelConfig:
@@ -67,7 +70,7 @@ class ModelConfig:
 
 
 # Elsewhere null is the same as absent; here it says: one for each head, no such token, no window.
-NULL_IS_A_VALUE = {"num_key_value_heads", "bos_token_id", "eos_token_id", "sliding_window"}
+NULL_IS_A_VALUE = {"num_key_value_heads", "bos_token_id", "eos_token_id", "pad_token_id", "sliding_window"}
 ABSENT = "absent"
 
 DEQUANTIZE = (
@@ -77,14 +80,17 @@ DEQUANTIZE = (
 
 # Keys that change the function a model computes, with the values that leave it alone, and what any other would need.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": ((None, "silu", "swish"), "only silu is supported"),
     "attention_bias": ((None, False), "biases on the attention projections are not supported for this architecture"),
     "mlp_bias": ((None, False), "biases in the MLP are not supported"),
     "attention_dropout": ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
+    **{
+        key: ((None, 0), "dropout is not supported; set it to 0.0 to train without")
+        for key in ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout")
+    },
     "partial_rotary_factor": ((None, 1), "partial rotary embedding is not supported"),
     "use_mrope": ((None, False), "multimodal rotary embedding is not supported"),
-    "attn_logit_softcapping": ((None, 0), "logit softcapping is not supported"),
-    "final_logit_softcapping": ((None, 0), "logit softcapping is not supported"),
+    "attn_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
+    "final_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
     "num_experts": ((None, 0), "mixtures of experts are not supported"),
     "num_local_experts": ((None, 0), "mixtures of experts are not supported"),
     "n_routed_experts": ((None, 0), "mixtures of experts are not supported"),
@@ -121,8 +127,20 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     problems: list[str] = []
     architecture = _architecture(mapping, problems)
     family = FAMILIES[architecture]
+    of_family = {info.alias or name for name, info in family.keys.model_fields.items()}
     for key, (harmless, message) in REFUSED.items():
-        if mapping.get(key) not in harmless and key not in family.takes:
+        if mapping.get(key) not in harmless and key not in family.takes | of_family:
+            problems.append(_problem(mapping, [key], message))
+    for key in {"hidden_act", family.act_key}:
+        given = mapping.get(key)
+        if given is not None and (not isinstance(given, str) or ACTIVATIONS.get(given) != family.wiring.activation):
+            problems.append(
+                _problem(mapping, [key], f"only {family.wiring.activation} is supported for {architecture}")
+            )
+    known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key}
+    for key in (key for key, value in mapping.items() if value is not None and not key.startswith("_")):
+        if key not in known:
+            message = f"llmq does not know this key of {architecture}: remove it if it changes nothing in the model"
             problems.append(_problem(mapping, [key], message))
     try:
         keys = family.keys.model_validate(_used(mapping, family))
@@ -202,7 +220,7 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "architectures": [config.architecture],
         "model_type": family.model_type,
         **_keys(family.keys, replace(config, dtype=torch_name)),
-        "hidden_act": family.hidden_act,
+        family.act_key: next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
         "rope_theta": rope.theta,
         "rope_scaling": None if rope.kind == "default" else scaling,
         "rope_parameters": {"rope_theta": rope.theta, **scaling},

@@ -15,10 +15,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainVal
 from llmq.blocks.attention import Heads, Rotary
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import SwiGlu
-from llmq.blocks.qk_norm import NormedRotary
+from llmq.blocks.qk_norm import HeadNorms, NormedRotary
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.wiring import LLAMA, Wiring
-from llmq.plugins import Table, table
 from llmq.protocols import Into, Onto
 from llmq.row import Part, Row, SublayerRows
 from llmq.tensor import DTYPES
@@ -135,11 +134,16 @@ def windows_of_layers(listed: Any, info: ValidationInfo) -> tuple[int | None, ..
     keys = info.data
     if not {"num_layers", "sliding_window", "max_window_layers"} <= keys.keys():
         return ()  # one of them is wrong
-    layers, window, first = keys["num_layers"], keys["sliding_window"], keys["max_window_layers"]
-    kinds = ["sliding_attention" if window and n >= first else "full_attention" for n in range(layers)]
-    if listed is not None and (not isinstance(listed, list) or len(listed) != layers):
+    window, first = keys["sliding_window"], keys["max_window_layers"]
+    kinds = ["sliding_attention" if window and n >= first else "full_attention" for n in range(keys["num_layers"])]
+    return listed_windows(kinds if listed is None else listed, info)
+
+
+def listed_windows(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
+    """Sliding window of each layer whose kind is listed, () where all attend in full."""
+    layers, window = info.data.get("num_layers"), info.data.get("sliding_window")
+    if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError(f"must be a list of num_hidden_layers ({layers}) names")
-    listed = listed or kinds
     if unknown := sorted({repr(kind) for kind in listed} - {"'sliding_attention'", "'full_attention'"}):
         raise ValueError(f"{', '.join(unknown)} is not supported")
     if "sliding_attention" in listed and window is None:
@@ -231,7 +235,7 @@ class Family:
     wiring: Wiring = LLAMA
 
     keys: ClassVar[type[ConfigKeys]] = ConfigKeys
-    hidden_act: ClassVar[str] = "silu"
+    act_key: ClassVar[str] = "hidden_act"  # of config.json, for the activation
 
     def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         """What keys of config.json say, those of them that say nothing in this family left out or None."""
@@ -248,7 +252,7 @@ class Family:
     def rotary(self, config: ModelConfig) -> Rotary:
         """What happens to queries and keys before attention."""
         heads = self.heads(config)
-        return NormedRotary(heads, config.rms_norm_eps) if config.qk_norm else Rotary(heads)
+        return NormedRotary(HeadNorms(heads, self.norm(config))) if config.qk_norm else Rotary(heads)
 
     def activation(self, config: ModelConfig) -> SwiGlu:
         """What lies between the two maps of the MLP."""
@@ -350,19 +354,3 @@ class Qwen(Family):
             "max_window_layers": sliding.index(True),
             "layer_types": ["sliding_attention" if s else "full_attention" for s in sliding],
         }
-
-
-_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
-_WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
-FAMILIES: Table[Family] = table(
-    "family",
-    {
-        "LlamaForCausalLM": Family("llama", _ENDS),
-        "MistralForCausalLM": Mistral(
-            "mistral", {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8}
-        ),
-        "Qwen2ForCausalLM": Qwen("qwen2", _WINDOWS, facts={"qkv_bias": True}, takes=frozenset({"attention_bias"})),
-        "Qwen3ForCausalLM": Qwen("qwen3", {**_WINDOWS, "head_dim": 128}, facts={"qk_norm": True}),
-    },
-    needs=("model_type", "rows"),
-)

@@ -69,6 +69,10 @@ PRESETS: dict[str, ModelConfig] = {
         "MistralForCausalLM", 32000, 4096, 14336, 32, 32, 8, 128, 1e-5, 32768,
         windows=(4096,) * 32, bos_token_id=1, eos_token_ids=(2,),
     ),
+    "phi4": ModelConfig(
+        "Phi3ForCausalLM", 100352, 5120, 17920, 40, 40, 10, 128, 1e-5, 16384, RopeConfig(250000.0),
+        bos_token_id=100257, eos_token_ids=(100265,), pad_token_id=100349,
+    ),
 }  # fmt: skip
 
 
@@ -85,6 +89,7 @@ _TOKENIZERS = {
     "Qwen2.5": "Qwen/Qwen2.5-0.5B",
     "Qwen3": "Qwen/Qwen3-0.6B",
     "Mistral": "unsloth/mistral-7b",
+    "phi4": "microsoft/phi-4",
 }
 # Short names of models of the Hub, which have weights.
 HUB_NAMES = {

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+ACTIVATIONS = {  # by transformers' names
+    "silu": "silu",
+    "swish": "silu",
+}
+
 
 @dataclass(frozen=True)
 class Names:
@@ -12,8 +17,6 @@ class Names:
     layers: str = "model.layers"
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
     attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
@@ -26,9 +29,10 @@ class Names:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The facts."""
+    """The facts. `activation` is that of the MLP's gate."""
 
     names: Names = Names()
+    activation: str = "silu"
 
 
 LLAMA = Wiring()

@@ -129,7 +129,8 @@ def _heads(spec: Spec) -> Heads:
 
 def _embed(spec: Spec) -> Embed:
     c, alpha = spec.config.hidden_size, spec.regularization.neftune_alpha
-    return spec.adapters.embed(NoisyEmbed(c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed(), spec.config)
+    embed = NoisyEmbed(Embed(), c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed()
+    return spec.adapters.embed(embed, spec.config)
 
 
 def _rotary(spec: Spec) -> Rotary:

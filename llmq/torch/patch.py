@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from llmq.errors import UsageError
-from llmq.model.families import FAMILIES
 from llmq.torch.forwards import (
     Forward,
     attention_forward,
@@ -35,7 +34,7 @@ from llmq.torch.forwards import (
 from llmq.torch.fp8 import forget_copy, forward_of, why_map_left
 from llmq.torch.lora import lora_forward, why_lora_left
 
-MODEL_TYPES = {architecture: family.model_type for architecture, family in FAMILIES.items()}
+MODEL_TYPES = {f"{name}ForCausalLM": name.lower() for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 HEAD, LORA, E4M3, UNKNOWN = "head with loss", "LoRA", "maps in e4m3", "unknown"
 PUT = "_llmq_put"  # of a module with another forward, what its own `forward` was before
 MAPS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -64,7 +64,7 @@ def test_a_folder_from_scratch_needs_no_weights(tmp_path):
 def test_a_config_without_dtype_takes_that_of_the_weights(tmp_path):
     write(tmp_path / "m", replace(CONFIG, dtype="fp16"))
     path = tmp_path / "m" / "config.json"
-    path.write_text(path.read_text().replace('"dtype"', '"a"').replace('"torch_dtype"', '"b"'))
+    path.write_text(path.read_text().replace('"dtype"', '"_a"').replace('"torch_dtype"', '"_b"'))
     assert from_folder(tmp_path / "m").dtype == "fp32"
     assert open_source(options(tmp_path / "m")).config.dtype == "fp16"
 

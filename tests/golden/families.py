@@ -135,11 +135,14 @@ def _stream(*address: object) -> np.random.RandomState:
     return np.random.RandomState(np.frombuffer(digest, "<u4"))
 
 
-def weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Hugging Face name -> f32 array, exact in bf16. Uniform: matrices of standard deviation about 0.8 / sqrt(inputs),
-    norm weights in [0.69, 1.31], biases in [-0.5, 0.5], embeddings of standard deviation 0.57, or 0.29 if tied."""
+def weights(
+    config: dict[str, Any], seed: int = 0, shapes: dict[str, tuple[int, ...]] | None = None
+) -> dict[str, np.ndarray]:
+    """Hugging Face name -> f32 array, exact in bf16, of tensors with these shapes, or of those of a config. Uniform:
+    matrices of standard deviation about 0.8 / sqrt(inputs), norm weights in [0.69, 1.31], biases in [-0.5, 0.5],
+    embeddings of standard deviation 0.57, or 0.29 if tied."""
     drawn = {}
-    for name, shape in tensor_shapes(config).items():
+    for name, shape in (shapes or tensor_shapes(config)).items():
         limit = 40 if "norm" in name else 127
         k = _stream("weight", seed, name).randint(-limit, limit + 1, size=shape, dtype=np.int64).astype(np.float32)
         if "norm" in name:

@@ -196,10 +196,16 @@ def test_what_is_written_reads_back_the_same(name):
 
 
 def test_export_keeps_unrelated_keys_and_drops_what_is_not_true():
-    source = {**LLAMA, "initializer_range": 0.01, "note": {"a": [1]}, "auto_map": {"AutoModel": "m.py"}, "use_cache": 0}
+    source = {
+        **LLAMA,
+        "initializer_range": 0.01,
+        "license": {"a": [1]},
+        "auto_map": {"AutoModel": "m.py"},
+        "use_cache": 0,
+    }
     before = copy.deepcopy(source)
     written = to_hf(read_config(source))
-    assert (written["initializer_range"], written["note"], written["use_cache"]) == (0.01, {"a": [1]}, 0)
+    assert (written["initializer_range"], written["license"], written["use_cache"]) == (0.01, {"a": [1]}, 0)
     assert "auto_map" not in written and source == before
 
 

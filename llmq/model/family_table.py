@@ -1,0 +1,47 @@
+"""The families that llmq knows: names, the defaults of their keys, and what their layers are made of."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llmq.model.families import Family, Mistral, Qwen
+from llmq.model.wiring import Names, Wiring
+from llmq.plugins import Table, table
+
+if TYPE_CHECKING:
+    from llmq.model.config import ModelConfig
+
+
+class Windowed(Family):
+    """Layers are listed with their kinds, and those that slide have one window."""
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All but what Qwen has."""
+        return {**keys, "use_sliding_window": None, "max_window_layers": 0}
+
+    def window_keys(self, config: "ModelConfig") -> dict[str, Any]:
+        """The window, and the kind of each layer."""
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
+        return {"layer_types": kinds, "sliding_window": next(filter(None, config.windows))} if config.windows else {}
+
+
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
+FAMILIES: Table[Family] = table(
+    "family",
+    {
+        "LlamaForCausalLM": Family("llama", _ENDS),
+        "MistralForCausalLM": Mistral(
+            "mistral", {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8}
+        ),
+        "Qwen2ForCausalLM": Qwen("qwen2", _WINDOWS, facts={"qkv_bias": True}, takes=frozenset({"attention_bias"})),
+        "Qwen3ForCausalLM": Qwen("qwen3", {**_WINDOWS, "head_dim": 128}, facts={"qk_norm": True}),
+        "Phi3ForCausalLM": Mistral(
+            "phi3",
+            {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "rms_norm_eps": 1e-5}
+            | {"max_position_embeddings": 4096},
+            wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
+        ),
+        "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),
+    },
+    needs=("model_type", "rows"),
+)

@@ -1,0 +1,34 @@
+"""Tiny models of the families beyond Llama's, as config.json: what transformers makes of them is the judge."""
+
+from typing import Any
+
+_SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,  # of which transformers drops the gradient
+    "dtype": "bfloat16",
+}
+
+
+def _of(architecture: str, model_type: str, **keys: Any) -> dict[str, Any]:
+    return {**_SHAPE, "architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **keys}
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "phi3": _of("Phi3", "phi3", sliding_window=9, rms_norm_eps=1e-4),
+    "ministral": _of(
+        "Ministral",
+        "ministral",
+        head_dim=16,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}

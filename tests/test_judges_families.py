@@ -1,0 +1,123 @@
+"""Families beyond Llama's against transformers: gradients, runs, folders, greedy tokens."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("peft", reason="the judge is PEFT")
+pytest.importorskip("torch", reason="the judges are torch and transformers")
+pytest.importorskip("transformers", reason="the judges are torch and transformers")
+
+import peft
+import torch
+import transformers
+from golden import families, transformers_judge
+from golden.engines import FP64, engine_of, gradients, parameters, relative_errors
+from more_families import MORE
+from tiny_engines import next_logits
+
+import llmq
+from llmq.data.batches.batch import Batch
+from llmq.files.huggingface import Export, checked_tensors, read_rows
+from llmq.model.config import from_folder, read_config, to_hf
+from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
+from llmq.optimizers.adamw import AdamW
+
+pytestmark = pytest.mark.judge
+EVERY = pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in MORE.items()])
+LENGTH = 24
+
+
+def weights_of(config, seed=1):
+    """Weights for every tensor that transformers' model has."""
+    named = transformers_judge.empty_model(config).named_parameters()
+    return families.weights(config, seed, {name: tuple(value.shape) for name, value in named})
+
+
+def batch_of(config, index):
+    return families.batch(config["vocab_size"], index, length=LENGTH)
+
+
+@EVERY
+def test_gradients_and_logits_in_f64(config):
+    weights, (tokens, targets) = weights_of(config), batch_of(config, 1)
+    with transformers_judge.doubled():
+        model = transformers_judge.model_of(config, weights, "float64")
+        loss = transformers_judge.backward(model, tokens, targets)
+        right, logits = transformers_judge.gradients(model), transformers_judge.logits_of(model, tokens)
+    run = engine_of(config, weights, FP64, families.BATCH, LENGTH)
+    errors = relative_errors(gradients(run, tokens, targets), right)
+    assert max(errors.values()) < 1e-9, errors
+    assert run.evaluate(Batch(tokens, targets)).mean_loss == pytest.approx(loss, rel=1e-9)
+    for row, count in ((0, 1), (1, LENGTH // 2), (1, LENGTH)):
+        found, wanted = next_logits(run, tokens[row, :count]), logits[row, count - 1]
+        assert np.linalg.norm(found - wanted) < 1e-9 * np.linalg.norm(wanted)
+
+
+@EVERY
+def test_twenty_steps_of_adamw(config):
+    """In f64, so that nothing but the formula decides where they lead."""
+    weights, clip = weights_of(config), families.grad_clip(config)
+    with transformers_judge.doubled():
+        model = transformers_judge.model_of(config, weights, "float64")
+        losses, norms = transformers_judge.adamw_run(model, config, LENGTH)
+        right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
+    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(AdamW(**families.ADAMW), clip))
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        run.micro_step(Batch(*batch_of(config, step)))
+        result = run.update(step, families.learning_rate(step))
+        assert (result.loss, result.norm) == pytest.approx((loss, norm), rel=1e-7)
+    change = {name: array - weights[name] for name, array in parameters(run).items()}
+    assert max(relative_errors(change, right).values()) < 1e-6
+
+
+@EVERY
+def test_folders_go_both_ways(tmp_path, config):
+    """What transformers saves is exported again bit for bit, and read by transformers as the same function."""
+    model = transformers_judge.empty_model(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "theirs")
+    found = from_folder(tmp_path / "theirs")
+    rows = parameter_rows(found)
+    values = {row.name: value for row, value in read_rows(checked_tensors(tmp_path / "theirs", rows), rows)}
+    Export(tmp_path / "ours", found, rows, found.dtype).write(lambda row: values[row.name])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    theirs, ours = model.state_dict(), again.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert from_folder(tmp_path / "ours") == found == read_config(to_hf(found))
+    before, after = (one.config.to_dict() for one in (model, again))
+    kept = before.keys() - {"architectures", "dtype", "_name_or_path"}
+    assert {key: after[key] for key in kept} == {key: before[key] for key in kept}
+
+
+@EVERY
+def test_an_adapter_is_that_of_peft(tmp_path, monkeypatch, config):
+    """Of a run with recompute, whose folder PEFT loads with the logits of `llmq.load`."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers_judge.empty_model(config).save_pretrained("base")
+    tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
+    options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 4, "out_dir": "out"}
+    options |= {"lora_rank": 2, "lora_targets": "all", "learning_rate": 1e-2, "recompute_block": True}
+    llmq.Trainer(model="base", **options).train(train=tokens)
+    ours = llmq.load("base", adapter="out", device="cpu", seq_len=LENGTH).logits(tokens[None, :LENGTH])
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32, attn_implementation="eager")
+    plain = transformers_judge.logits_of(base, tokens[None, :LENGTH])
+    theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), tokens[None, :LENGTH])
+    assert np.linalg.norm(theirs - plain) > 1e-3 * np.linalg.norm(plain), "the adapter does something"
+    assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+@EVERY
+def test_greedy_tokens_are_those_of_generate(tmp_path, config):
+    """64 of them, by prompts and a cache."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        theirs = transformers_judge.empty_model(config | {"max_position_embeddings": 128, "eos_token_id": None})
+    theirs.save_pretrained(tmp_path)
+    prompts = [[5, 9, 31, 7], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+    with torch.no_grad():
+        asked = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 2}
+        wanted = [theirs.generate(torch.tensor([one]), **asked)[0, len(one) :].tolist() for one in prompts]
+    found = llmq.generate(tmp_path, prompts, max_tokens=64, temperature=0.0, device="cpu")
+    assert [list(answer.tokens) for answer in found] == wanted
