@@ -8,7 +8,7 @@ query is hidden. A value of fewer than LEAST characters is hidden in URLs alone:
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -32,19 +32,12 @@ _given: set[str] = set()  # passwords of URLs that commands were given
 
 def redacted(text: str) -> str:
     """A text with its secrets hidden."""
-    for secret in (*_secrets(tuple(map(os.environ.get, (*TOKENS, *URLS))), _token_file()), *_given):
-        text = text.replace(secret, HIDDEN)
-    text = _USER.sub(rf"\1{HIDDEN}@", text)
-    return _QUERY.sub(rf"\1{HIDDEN}", text)
+    return _hidden(text, _known())
 
 
 def redacted_in(value: Any) -> Any:
     """A value of JSON with the secrets of all its texts hidden."""
-    if isinstance(value, str):
-        return redacted(value)
-    if isinstance(value, Mapping):
-        return {redacted_in(key): redacted_in(item) for key, item in value.items()}
-    return [redacted_in(item) for item in value] if isinstance(value, list | tuple) else value
+    return _hidden_in(value, _known())
 
 
 def note_secrets(text: str) -> None:
@@ -57,6 +50,27 @@ def print_redacted(kind: type[BaseException], error: BaseException, trace: Trace
     import sys
 
     print(redacted("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+
+def _hidden(text: str, secrets: Collection[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    text = _USER.sub(rf"\1{HIDDEN}@", text)
+    return _QUERY.sub(rf"\1{HIDDEN}", text)
+
+
+def _hidden_in(value: Any, secrets: Collection[str]) -> Any:
+    if isinstance(value, str):
+        return _hidden(value, secrets)
+    if isinstance(value, Mapping):
+        return {_hidden_in(key, secrets): _hidden_in(item, secrets) for key, item in value.items()}
+    return [_hidden_in(item, secrets) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _known() -> tuple[str, ...]:
+    """All secrets by now: looking for them takes longer than hiding them in a line."""
+    tokens, urls = (tuple(os.environ[name] for name in names if name in os.environ) for names in (TOKENS, URLS))
+    return (*_secrets(tokens, urls, _token_file()), *_given)
 
 
 def _in_urls(text: str) -> set[str]:
@@ -73,14 +87,14 @@ def _token_file() -> str:
 
 
 @lru_cache(maxsize=4)
-def _secrets(values: tuple[str | None, ...], token_file: str) -> tuple[str, ...]:
+def _secrets(tokens: tuple[str, ...], urls: tuple[str, ...], token_file: str) -> tuple[str, ...]:
     """The secrets in these values of TOKENS and URLS, and in a file; the longest first, as it may have others in it."""
-    found = {value.strip() for value in values[: len(TOKENS)] if value}
+    found = {value.strip() for value in tokens}
     try:
         with open(token_file, encoding="utf-8", errors="replace") as file:
             found.add(file.read(4096).strip())
     except OSError:
         pass
     found = {secret for secret in found if len(secret) >= LEAST}
-    found = found.union(*(_in_urls(value) for value in values[len(TOKENS) :] if value))
+    found = found.union(*map(_in_urls, urls))
     return tuple(sorted(found, key=len, reverse=True))
