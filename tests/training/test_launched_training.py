@@ -1,5 +1,6 @@
 """Training by each launcher's variables: the same losses whatever started the ranks, and near those of one process."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from tiny_runs import ANYWHERE, launched_flags
 
+from llmq.cli.train import options_of
 from llmq.comm.launch import free_port
 from llmq.report.read import read_log
+from llmq.training.train import run
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
@@ -52,7 +55,7 @@ def environ(tmp_path, monkeypatch):
 
 
 @pytest.mark.judge
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_mpirun_trains_as_llmq_launch_does(tmp_path, environ, num):
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     by_mpi = [mpirun, "-n", str(num), sys.executable, "-m", "llmq", *arguments(tmp_path, "by_mpi")]
@@ -72,7 +75,7 @@ def test_every_launcher_trains_the_same(tmp_path, environ):
         assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     launcher = [sys.executable, "-m", "llmq.cli.launch", "--procs=2", "--"]
     subprocess.run([*launcher, *arguments(tmp_path, "launched")], env=environ, check=True)
-    subprocess.run([sys.executable, "-m", "llmq", *arguments(tmp_path, "alone")], env=environ, check=True)
+    run(options_of(arguments(tmp_path, "alone")), console=io.StringIO())
     first, *others = (losses(tmp_path, name) for name in ("by_torchrun", "by_srun", "launched"))
     assert all(np.array_equal(first, other) for other in others)
     np.testing.assert_allclose(first, losses(tmp_path, "alone"), rtol=1e-5)  # sums of f32 in another order

@@ -423,7 +423,7 @@ def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "killed"])
 def test_a_process_that_is_ended_goes_on_with_the_same_bits(given, number):
     """It is never more than a page of output, 40 steps, ahead of its reader."""
-    given |= {"steps": 100, "eval_every_n_steps": 0, "ckpt_interval": 3 if number == signal.SIGKILL else 0}
+    given |= {"steps": 60, "eval_every_n_steps": 0, "ckpt_interval": 3 if number == signal.SIGKILL else 0}
     whole = llmq.train(**{**given, "name": "whole"})
     values = {key: value for key, value in given.items() if key not in ("console", "from_scratch")}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]

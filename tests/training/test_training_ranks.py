@@ -77,17 +77,16 @@ def test_a_checkpoint_has_whole_tensors_by_all_ranks(given):
 
 
 HOSTED = {"offload_gradients": True, "stream_weights": True, "offload_optimizer": True}
-WORLDS = [(2, 1), *(pytest.param(*ranks, marks=pytest.mark.slow) for ranks in [(2, 2), (1, 2), (3, 2), (2, 3)])]
+HOMES = {"device": ({}, {}), "from the host": (HOSTED, {}), "to the host": ({}, HOSTED)}
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [({}, {}), *(pytest.param(*hosted, marks=pytest.mark.slow) for hosted in [(HOSTED, {}), ({}, HOSTED)])],
-    ids=["device", "from the host", "to the host"],
-)
-@pytest.mark.parametrize(("before", "after"), WORLDS)
-def test_a_run_goes_on_with_another_number_of_ranks(given, before, after, first, then):
+@pytest.mark.quick("device-2 to 1")
+@pytest.mark.sample("sweep")
+@pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (1, 2), (3, 2), (2, 3)], ids="{0[0]} to {0[1]}".format)
+@pytest.mark.parametrize("homes", HOMES)
+def test_a_run_goes_on_with_another_number_of_ranks(given, ranks, homes):
     """And with its states in other homes; with the same number, it has the bits of one that was never stopped."""
+    (before, after), (first, then) = ranks, HOMES[homes]
     given = {**given, "global_batch_size": 6, "lr_schedule": "constant", "warmup": 0}
     train(given, after, "whole")
     train(given, before, "parts", steps=4, zero_level=1 if before == after else 3, **first)
@@ -178,10 +177,11 @@ def test_copy_engines_are_refused_where_there_are_none(given, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("compression", ["none", "e4m3"])
 def test_errors_of_fp8_copies_are_the_same_at_every_level(given, compression):
-    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "log_fp8_every": 2, "gradient_compression": compression}
+    fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "log_fp8_every": 1, "gradient_compression": compression}
+    given |= {"steps": 3, "ckpt_interval": 0, "eval_every_n_steps": 0, "global_batch_size": 2}
     found = []
     for level in range(4):
-        train(given, 2, f"level{level}", zero_level=level, global_batch_size=2, **fp8)
+        train(given, 2, f"level{level}", zero_level=level, **fp8)
         lines = map(json.loads, Path(f"runs/level{level}/log.jsonl").read_text().splitlines())
         found.append([line["copies"] for line in lines if line["type"] == "fp8"])
     names, errors = (
@@ -196,6 +196,7 @@ BF16 = {"reduce_dtype": "bf16"}  # rounded once by each rank, and on the way at 
 
 
 @pytest.mark.slow
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("how", "close"),
