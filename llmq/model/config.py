@@ -83,10 +83,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": ((None, False), "biases on the attention projections are not supported for this architecture"),
     "mlp_bias": ((None, False), "biases in the MLP are not supported"),
     "attention_dropout": ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
-    **{
-        key: ((None, 0), "dropout is not supported; set it to 0.0 to train without")
-        for key in ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout")
-    },
+    **dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
+        ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
+    ),
     "partial_rotary_factor": ((None, 1), "partial rotary embedding is not supported"),
     "use_mrope": ((None, False), "multimodal rotary embedding is not supported"),
     "attn_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
