@@ -76,7 +76,7 @@ def test_an_example_trains(example, name):
     assert name != "pretrain.sh" or (folder / "runs/pretrain/loss.png").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_compare_recipes(example):
     folder, said = example("compare_recipes.sh", *FLAGS, TEXT="text.txt")
     losses = [read_log(folder / "runs" / name).train["loss"].tolist() for name in ("bf16", "bf16-seed-1", "e4m3")]
@@ -93,7 +93,7 @@ def test_compare_states(example):
     assert steps(folder / "runs/states-fused-none-int8-e4m3-2") == [1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_compare_adapters(example, tmp_path):
     for part, count in (("train", 30), ("test", 10)):
         lines = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)[-count:]

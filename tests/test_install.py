@@ -103,10 +103,8 @@ def resolved(extra: str | None, python: str, machine: str) -> dict[str, str]:
 
 
 @pytest.mark.judge
-@pytest.mark.parametrize(
-    ("python", "machine"),
-    [("3.10", "x86_64"), pytest.param("3.13", "x86_64", marks=pytest.mark.sweep), ("3.13", "aarch64")],
-)
+@pytest.mark.sample("sweep")
+@pytest.mark.parametrize(("python", "machine"), [("3.10", "x86_64"), ("3.13", "x86_64"), ("3.13", "aarch64")])
 @pytest.mark.parametrize("extra", SUFFIXES)
 def test_an_extra_is_the_libraries_and_nothing_else(extra, python, machine):
     """No cufft, cusolver, cusparse or cutlass-dsl, nothing of the other CUDA."""

@@ -47,6 +47,7 @@ def loss_of(model, tokens, length):
     return total / (len(tokens) - 1)
 
 
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("base", [base for base in BASES if base != "bf16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_peft_has_the_loss_of_the_run_on_the_base_that_it_trained_on(method, base, tmp_path, monkeypatch):

@@ -122,6 +122,7 @@ def test_gradients_are_those_of_peft(family, text, bias):
         assert_same_gradients(engine, Batch(tokens, marks), right, loss, bound)
 
 
+@pytest.mark.sample("sweep")
 @EVERY
 def test_a_run_of_adamw_is_that_of_peft(family, text, bias):
     config = families.FAMILIES[family]

@@ -127,7 +127,7 @@ def test_other_sizes_are_made_again(made, copy, tmp_path):
     assert read_log(copy.out / "run").train["step"][-1] == 20
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_too_little_learnt_is_a_failure_each_time(copy, monkeypatch):
     (copy.out / "screen.txt").unlink()
     monkeypatch.setattr(quickstart, "LEAST_GAIN", 9.0)
@@ -155,7 +155,7 @@ def test_a_killed_training_ends_with_the_same_weights(copy, capsys):
     assert {record["step"] for record in log if record["type"] == "resume"} == {100}
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_other_weights_are_not_called_the_same(copy, capsys):
     path = copy.out / "run" / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())

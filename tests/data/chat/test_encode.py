@@ -52,7 +52,7 @@ def shown(tokenizer: TextTokenizer, document: Encoded) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [None, "tokenizer"])
-@pytest.mark.parametrize("name", ["gsm8k-test.jsonl", "gsm8k-train.jsonl"])
+@pytest.mark.parametrize("name", ["gsm8k-test.jsonl", pytest.param("gsm8k-train.jsonl", marks=pytest.mark.sweep)])
 def test_gsm8k_trains_exactly_the_answers_and_their_ends(shared, name, template):
     qwen = TextTokenizer.open(str(shared("qwen2.5-tokenizer")))
     lines = shared(name).read_text("utf-8").splitlines()[: 200 if "test" in name else None]
@@ -66,7 +66,10 @@ def test_gsm8k_trains_exactly_the_answers_and_their_ends(shared, name, template)
 
 
 @pytest.mark.judge
-@pytest.mark.parametrize("name", ["chatml_generation", "chatml", "zephyr", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["chatml_generation", "qwen3", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("chatml", "zephyr"))],
+)
 def test_chats_of_gsm8k_have_the_ids_of_transformers_and_its_masks_with_the_end(shared, name):
     """Chats of two questions. Of a chat that makes two documents, the second is the whole of it."""
     transformers = pytest.importorskip("transformers", reason="the judge is transformers")

@@ -255,7 +255,7 @@ for path in sys.argv[2:]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", [pytest.param("txt", marks=pytest.mark.sweep), "jsonl"])
 def test_memory_is_flat(tmp_path: Path, shared: Callable[[str], Path], small_tokenizer: Path, kind: str) -> None:
     """Four times the text takes 8 to 22 MiB more, as threads happen to meet; its tokens, where held, would be 40 more.
 
