@@ -32,3 +32,22 @@ MORE: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
 }
+
+ROPES: dict[str, dict[str, Any]] = {
+    "yarn": _of("Llama", "llama", rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}),
+    "dynamic": _of(
+        "Llama", "llama", max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "factor": 4.0}
+    ),
+    "longrope": _of(
+        "Phi3",
+        "phi3",
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 4.0, 8.0, 16.5],
+        },
+    ),
+}  # rows of 24 tokens are longer than what the last two change at; generation of transformers changes on its way

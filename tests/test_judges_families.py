@@ -12,7 +12,7 @@ import torch
 import transformers
 from golden import families, transformers_judge
 from golden.engines import FP64, engine_of, gradients, parameters, relative_errors
-from more_families import MORE
+from more_families import MORE, ROPES
 from tiny_engines import next_logits
 
 import llmq
@@ -25,6 +25,9 @@ from llmq.optimizers.adamw import AdamW
 
 pytestmark = pytest.mark.judge
 EVERY = pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in MORE.items()])
+WITH_ROPES = pytest.mark.parametrize(
+    "config", [pytest.param(config, id=name) for name, config in (MORE | ROPES).items()]
+)
 LENGTH = 24
 
 
@@ -38,7 +41,7 @@ def batch_of(config, index):
     return families.batch(config["vocab_size"], index, length=LENGTH)
 
 
-@EVERY
+@WITH_ROPES
 def test_gradients_and_logits_in_f64(config):
     weights, (tokens, targets) = weights_of(config), batch_of(config, 1)
     with transformers_judge.doubled():
@@ -71,7 +74,7 @@ def test_twenty_steps_of_adamw(config):
     assert max(relative_errors(change, right).values()) < 1e-6
 
 
-@EVERY
+@WITH_ROPES
 def test_folders_go_both_ways(tmp_path, config):
     """What transformers saves is exported again bit for bit, and read by transformers as the same function."""
     model = transformers_judge.empty_model(config).to(torch.bfloat16)

@@ -17,9 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError
-from llmq.model.families import ROPE_KEYS, TORCH_NAMES, Family, RopeConfig
+from llmq.model.families import TORCH_NAMES, Family
 from llmq.model.family_table import FAMILIES
 from llmq.model.harmless import HARMLESS
+from llmq.model.rope_keys import ROPE_KEYS, RopeConfig
 from llmq.model.wiring import ACTIVATIONS
 
 
@@ -51,7 +52,8 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """What makes it compute what it computes: not the tokens that end texts, nor the export's source."""
         left_out = {"dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position"}
-        return {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
+        found = {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
+        return {**found, "rope": self.rope.identity()}
 
     def with_vocabulary(self, size: int) -> ModelConfig:
         """The same with another vocabulary, without the special tokens that are not in it."""
@@ -87,7 +89,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
         ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
     ),
-    "partial_rotary_factor": ((None, 1), "partial rotary embedding is not supported"),
     "use_mrope": ((None, False), "multimodal rotary embedding is not supported"),
     "attn_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
     "final_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
@@ -143,7 +144,7 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
             message = f"llmq does not know this key of {architecture}: remove it if it changes nothing in the model"
             problems.append(_problem(mapping, [key], message))
     try:
-        keys = family.keys.model_validate(_used(mapping, family))
+        keys = family.keys.model_validate(_used(mapping, family), context=family)
     except ValidationError as error:
         problems += problems_of(mapping, error)
     if problems:
@@ -213,17 +214,14 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
 
     Keys of the source that say nothing of what we write are kept as they were.
     """
-    family, rope, eos = FAMILIES[config.architecture], config.rope, config.eos_token_ids
-    scaling = _keys(ROPE_KEYS[rope.kind], rope)
+    family, eos = FAMILIES[config.architecture], config.eos_token_ids
     torch_name = TORCH_NAMES[dtype or config.dtype]
     written: dict[str, Any] = {
         "architectures": [config.architecture],
         "model_type": family.model_type,
         **_keys(family.keys, replace(config, dtype=torch_name)),
         family.act_key: next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else scaling,
-        "rope_parameters": {"rope_theta": rope.theta, **scaling},
+        **family.rope_keys(config),
         "torch_dtype": torch_name,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
         **family.window_keys(config),

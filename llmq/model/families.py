@@ -7,8 +7,8 @@ answers some of these questions in another way than Llama, and its entry in `FAM
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
@@ -17,6 +17,8 @@ from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import SwiGlu
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary
 from llmq.blocks.stream import Added, Normed, RmsNorm
+from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
+from llmq.model.rope_keys import ROPE_KEYS, Rope, one_rope, partial_of_family
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Into, Onto
 from llmq.row import Part, Row, SublayerRows
@@ -28,67 +30,6 @@ if TYPE_CHECKING:
 
 TORCH_NAMES = {name: DTYPES[name].name for name in ("bf16", "fp16", "fp32")}
 DTYPE_NAMES = {torch: ours for ours, torch in TORCH_NAMES.items()}
-LARGEST = 2**31 - 1  # token ids and sizes are held in int32
-# Beyond any model, and planned in seconds: a damaged config.json would be planned for hours.
-MAX_LAYERS = 256  # twice those of the deepest, at 40 ms of planning each
-MAX_WIDTH = 2**20  # of what a layer computes
-MAX_VOCABULARY = 2**24
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is `default`, `linear` (positions / factor) or `llama3` (frequency-dependent factor)."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
-def _one_kind(given: Any, info: ValidationInfo) -> Any:
-    """A rope object with its kind as `rope_type`; `type` is the older name.
-
-    Its `original_max_position_embeddings` is that of the config's top level where there is one, as in transformers 5.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError("must be an object or null")
-    if given and all(isinstance(value, dict) for value in given.values()):
-        raise ValueError("rotary embedding that differs between layers is not supported")
-    found = {key: value for key, value in given.items() if value is not None}
-    if found.get("partial_rotary_factor", 1) != 1:
-        raise ValueError("partial rotary embedding is not supported")
-    kinds = [found[key] for key in ("rope_type", "type") if key in found]
-    if kinds[1:] and kinds[0] != kinds[1]:
-        raise ValueError(f"type {kinds[1]!r} contradicts rope_type {kinds[0]!r}")
-    kind = kinds[0] if kinds else None if "factor" in found else "default"
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise ValueError(f"rope_type {kind!r} is not supported; known are {', '.join(ROPE_KEYS)}")
-    outer = info.data.get("original_max_position")
-    return {**found, **({"original_max_position_embeddings": outer} if outer else {}), "rope_type": kind}
-
-
-def _above_low(high: float, info: ValidationInfo) -> float:
-    low = info.data.get("low_freq_factor", 0)
-    if high <= low:
-        raise ValueError(f"must be above low_freq_factor ({low:g})")
-    return high
-
-
-def _one_rope(newer: Any, info: ValidationInfo) -> RopeConfig:
-    """From `rope_theta` and `rope_scaling` (4) and `rope_parameters` (5), which must agree."""
-    named = {"rope_scaling.": info.data.get("rope_scaling"), "rope_parameters.": newer}
-    thetas = {"rope_theta": info.data.get("rope_theta")}
-    thetas |= {f"{key}rope_theta": rope.rope_theta for key, rope in named.items() if rope}
-    thetas = {key: theta for key, theta in thetas.items() if theta}
-    if len(set(thetas.values())) > 1:
-        said = ", ".join(f"{key} is {theta:g}" for key, theta in thetas.items())
-        raise ValueError(f"the rotary base contradicts itself: {said}")
-    kinds = [rope.config() for rope in named.values() if rope]
-    if len(set(kinds)) > 1:
-        raise ValueError("contradicts rope_scaling")
-    return replace((kinds or [RopeConfig()])[0], theta=next(iter(thetas.values()), 10000.0))
 
 
 def _our_dtype(value: Any, info: ValidationInfo) -> str | None:
@@ -152,42 +93,6 @@ def listed_windows(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
     return found if any(found) else ()
 
 
-Size = Annotated[int, Field(ge=1, le=LARGEST)]
-Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-Positive = Annotated[float, Field(gt=0, lt=1e30, allow_inf_nan=False)]
-Factor = Annotated[float, Field(ge=1, lt=1e30, allow_inf_nan=False)]
-
-
-class RopeKeys(BaseModel, strict=True):
-    """A `rope_scaling` or `rope_parameters` object, with the names of RopeConfig."""
-
-    kind: Literal["default"] = Field(alias="rope_type")
-    rope_theta: Positive | None = None
-
-    def config(self) -> RopeConfig:
-        """What it asks for, without its base."""
-        return RopeConfig(**{name: value for name, value in self if name != "rope_theta"})
-
-
-class LinearRopeKeys(RopeKeys):
-    """Positions are divided."""
-
-    kind: Literal["linear"] = Field(alias="rope_type")  # type: ignore[assignment]
-    factor: Factor
-
-
-class Llama3RopeKeys(LinearRopeKeys):
-    """Each frequency has a factor of its own."""
-
-    kind: Literal["llama3"] = Field(alias="rope_type")  # type: ignore[assignment]
-    low_freq_factor: Positive
-    high_freq_factor: Annotated[Positive, AfterValidator(_above_low)]
-    original_max_position: Size = Field(alias="original_max_position_embeddings")
-
-
-ROPE_KEYS: dict[str, type[RopeKeys]] = {"default": RopeKeys, "linear": LinearRopeKeys, "llama3": Llama3RopeKeys}
-Kinds = Annotated[RopeKeys | LinearRopeKeys | Llama3RopeKeys, Field(discriminator="kind")]
-Rope = Annotated[Kinds, BeforeValidator(_one_kind)]
 TorchDtype = Annotated[str | None, PlainValidator(_our_dtype)]
 TokenId = Annotated[int | None, PlainValidator(lambda value: next(iter(_token_ids(value)), None))]
 
@@ -210,10 +115,13 @@ class ConfigKeys(BaseModel, strict=True, validate_default=True):
     bos_token_id: TokenId = None
     eos_token_ids: Annotated[Any, PlainValidator(_token_ids)] = Field(None, alias="eos_token_id")
     pad_token_id: TokenId = None
+    partial: Annotated[Positive, Field(le=1), AfterValidator(partial_of_family)] = Field(
+        1.0, alias="partial_rotary_factor"
+    )
     rope_theta: Positive | None = None
     original_max_position: Size | None = Field(None, alias="original_max_position_embeddings")
     rope_scaling: Rope | None = None
-    rope: Annotated[Rope | None, AfterValidator(_one_rope)] = Field(None, alias="rope_parameters")
+    rope: Annotated[Rope | None, AfterValidator(one_rope)] = Field(None, alias="rope_parameters")
     use_sliding_window: bool = False
     sliding_window: Size | None = None
     max_window_layers: Annotated[int, Field(ge=0, le=LARGEST)] = 28
@@ -225,7 +133,9 @@ class Family:
     """Llama, and what differs from it in others.
 
     `model_type` is its name in config.json, `defaults` is what transformers takes for absent keys. `facts` are those of
-    a ModelConfig that no key says; `takes` names keys that are refused in other families.
+    a ModelConfig that no key says; `takes` names keys that are refused in other families. Of the rotary embedding: its
+    base where no key says one, whether a part of the channels may be turned, whether pairs are `interleaved` in files,
+    and names of kinds that are others here.
     """
 
     model_type: str
@@ -233,6 +143,10 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     takes: frozenset[str] = frozenset()
     wiring: Wiring = LLAMA
+    default_theta: float = 10000.0
+    partial: bool = False
+    interleaved: bool = False
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
 
     keys: ClassVar[type[ConfigKeys]] = ConfigKeys
     act_key: ClassVar[str] = "hidden_act"  # of config.json, for the activation
@@ -244,6 +158,18 @@ class Family:
     def window_keys(self, config: ModelConfig) -> dict[str, Any]:
         """The keys that say which layers have which sliding window."""
         return {}
+
+    def rope_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of the rotary embedding, as transformers 4 and 5 spell them."""
+        rope, more = config.rope, dict[str, Any]()
+        written = ROPE_KEYS[rope.kind].written(rope)
+        scaling = {key: value for key, value in written.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        if self.partial:
+            more["partial_rotary_factor"] = rope.partial
+        if "original_max_position_embeddings" in self.defaults and "original_max_position_embeddings" in scaling:
+            more["original_max_position_embeddings"] = rope.original_max_position
+        four = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
+        return {**four, "rope_parameters": written, **more}
 
     def heads(self, config: ModelConfig) -> Heads:
         """The heads of attention."""

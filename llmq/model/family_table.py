@@ -38,7 +38,8 @@ FAMILIES: Table[Family] = table(
         "Phi3ForCausalLM": Mistral(
             "phi3",
             {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "rms_norm_eps": 1e-5}
-            | {"max_position_embeddings": 4096},
+            | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+            rope_kinds={"su": "longrope", "yarn": "longrope"},
             wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
         ),
         "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),

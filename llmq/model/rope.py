@@ -1,33 +1,81 @@
 """The rotary table: cos and sin of every position's angles, for the kinds of frequency scaling that models use."""
 
+import math
+
 import numpy as np
 
 from llmq.model.config import RopeConfig
 
 
 def rope_table(config: RopeConfig, head_dim: int, length: int, dtype: np.dtype | type) -> np.ndarray:
-    """(length, head_dim) in `dtype`: cos of the Hd/2 angles of each position, then their sin; computed in f64."""
-    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies(config, head_dim)
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(dtype)
+    """(length, head_dim) in `dtype`: cos of the Hd/2 angles of each position, then their sin; computed in f64.
+
+    Channels that are not turned, which are the last of each half, have cos 1 and sin 0.
+    """
+    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies(config, head_dim, length)
+    turned, scale = angles.shape[1], attention_factor(config)
+    table = np.zeros((length, 2, head_dim // 2))
+    table[:, 0] = 1
+    table[:, 0, :turned], table[:, 1, :turned] = scale * np.cos(angles), scale * np.sin(angles)
+    return table.reshape(length, head_dim).astype(dtype)
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """(head_dim / 2,) radians per position, f64: theta^(-2i / head_dim), scaled as `config.kind` says.
+def frequencies(config: RopeConfig, head_dim: int, length: int) -> np.ndarray:
+    """(R / 2,) radians per position of rows of `length` tokens, f64, for the R channels that are turned: theta^(-2i/R),
+    scaled as `config.kind` says, as in transformers' modeling_rope_utils.py.
 
     `linear` divides all by `factor` (position interpolation, Chen et al., 2023). `llama3` divides only what turns fewer
     than `low_freq_factor` times within the original context, keeps what turns more than `high_freq_factor` times, and
-    blends in between (Llama 3.1; `_compute_llama3_parameters` in transformers' modeling_rope_utils.py).
+    blends in between (Llama 3.1). `yarn` does so between `beta_slow` and `beta_fast` turns, by the numbers of channels
+    (YaRN; Peng et al., 2023). `longrope` has a divisor for each, other ones in rows longer than the original context
+    (LongRoPE; Ding et al., 2024). `dynamic` has a larger base in such rows (NTK-aware scaling).
     """
-    freq = config.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if config.kind == "default":
+    r, theta, original = config.rotary_dim(head_dim), config.theta, config.original_max_position
+    if config.kind == "dynamic":
+        theta *= (config.factor * max(length, original) / original - (config.factor - 1)) ** (r / (r - 2))
+    freq = theta ** -(np.arange(0, r, 2, dtype=np.float64) / r)
+    if config.kind in ("default", "dynamic"):
         return freq
     if config.kind == "linear":
         return freq / config.factor
-    assert config.kind == "llama3", config.kind
-    turns = config.original_max_position * freq / (2 * np.pi)
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    kept = np.clip(kept, 0, 1)
+    if config.kind == "longrope":
+        return freq / np.array(config.long_factor if length > original else config.short_factor)
+    if config.kind == "yarn":
+        kept = 1 - _ramp(config, r)
+    else:
+        assert config.kind == "llama3", config.kind
+        turns = original * freq / (2 * np.pi)
+        kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        kept = np.clip(kept, 0, 1)
     return kept * freq + (1 - kept) * freq / config.factor
+
+
+def _ramp(config: RopeConfig, r: int) -> np.ndarray:
+    """(R / 2,) from 0 for channels that turn `beta_fast` times or more to 1 for those of `beta_slow` or fewer."""
+
+    def channel(turns: float) -> float:
+        """The one, among frequencies and between them, that turns so often within the original context."""
+        return r * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = channel(config.beta_fast), channel(config.beta_slow)
+    low, high = (math.floor(low), math.ceil(high)) if config.truncate else (low, high)
+    low, high = max(low, 0), min(high, r - 1)
+    high += 0.001 if low == high else 0
+    return np.clip((np.arange(r // 2) - low) / (high - low), 0, 1)
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What cos and sin are multiplied by, so that attention is as sharp over a longer context."""
+    if config.attention_factor is not None or config.factor <= 1:
+        return 1.0 if config.attention_factor is None else config.attention_factor
+    if config.kind == "longrope":
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
+    if config.kind != "yarn":
+        return 1.0
+    above, below = (
+        0.1 * (scale or 1) * math.log(config.factor) + 1 for scale in (config.mscale, config.mscale_all_dim)
+    )
+    return above / below if config.mscale and config.mscale_all_dim else 0.1 * math.log(config.factor) + 1
 
 
 def document_positions(borders: np.ndarray, length: int) -> np.ndarray:

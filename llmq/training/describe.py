@@ -28,6 +28,8 @@ def describe(run: Ready, given: Collection[str], matmuls: Mapping[str, str]) -> 
     config, size = plan.spec.config, num_parameters(rows_of_file(plan.rows))
     log.section("model", {"path": run.source.name, "parameters": size, "architecture": config.architecture})
     log.say(f"Model: {run.source.name}, {size / 1e6:,.1f} million parameters")
+    if text := config.rope.changes_at(plan.spec.seq_len):
+        log.say(text)
     if not all(row.trainable for row in plan.rows):
         trained, every = (num_parameters(kept) for kept in ([row for row in plan.rows if row.trainable], plan.rows))
         counts = f"{trained:,} of {every:,} parameters are trained ({trained / every:.2%}), the others frozen"

@@ -106,7 +106,7 @@ def test_a_bad_or_unsupported_key_is_named_with_its_value(key, value):
     refused({**LLAMA, key: value}, hint, str(value)[:20])
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", None, 5, {}])
+@pytest.mark.parametrize("kind", ["proportional", "su", "mrope", None, 5, {}])
 def test_other_rope_kinds_are_refused(kind):
     refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, f"rope_type {kind!r}", "llama3")
 
@@ -119,7 +119,7 @@ def test_the_original_length_of_the_top_level_counts(where, inner):
     config = read_config({**LLAMA, where: rope, "original_max_position_embeddings": 64})
     assert config.rope == RopeConfig(1e4, "llama3", 8.0, 1.0, 4.0, 64)
     theirs = [1.0, 0.244385, 0.013042, 0.003953, 0.00125, 0.000395, 0.000125, 0.00004]
-    np.testing.assert_allclose(frequencies(config.rope, 16), theirs, atol=5e-7)
+    np.testing.assert_allclose(frequencies(config.rope, 16, 1), theirs, atol=5e-7)
     assert read_config(to_hf(config)) == config
     refused({**LLAMA, where: rope, "original_max_position_embeddings": 0}, "original_max_position_embeddings (0)")
 
@@ -128,6 +128,54 @@ def test_the_original_length_of_the_top_level_counts(where, inner):
 def test_llama3_rope_needs_its_keys(key):
     refused({**LLAMA, "rope_scaling": {**LLAMA3_ROPE, key: 0}}, f"rope_scaling.{key} (0)")
     refused({**LLAMA, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != key}}, f"{key} (absent)")
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2.0, 4.0, 8.0, 16.5]}
+
+
+@pytest.mark.parametrize(
+    ("rope", "found"),
+    [
+        ({"type": "yarn", "factor": 4.0}, RopeConfig(1e4, "yarn", 4.0, original_max_position=64)),
+        (
+            {"rope_type": "yarn", "original_max_position_embeddings": 16, "mscale": 1.0, "truncate": False},
+            RopeConfig(1e4, "yarn", 4.0, original_max_position=16, mscale=1.0, truncate=False),
+        ),
+        ({"type": "dynamic", "factor": 2.0}, RopeConfig(1e4, "dynamic", 2.0, original_max_position=64)),
+        (
+            {**LONG, "original_max_position_embeddings": 32, "attention_factor": 1.25},
+            RopeConfig(
+                1e4, "longrope", 2.0, original_max_position=32, attention_factor=1.25,
+                short_factor=(1.0, 1.5, 2.0, 3.0), long_factor=(2.0, 4.0, 8.0, 16.5),
+            ),
+        ),
+    ],
+    ids=["yarn", "yarn of its own", "dynamic", "longrope"],
+)  # fmt: skip
+def test_what_a_kind_of_rope_leaves_open_follows_from_the_lengths(rope, found):
+    llama = {**LLAMA, "max_position_embeddings": 64}
+    config = read_config({**llama, "rope_scaling": rope})
+    assert config.rope == found == read_config({**llama, "rope_parameters": {**rope, "rope_theta": 1e4}}).rope
+    written = to_hf(config)
+    assert read_config(json.loads(json.dumps(written))) == config == read_config(to_hf(replace(config, source={})))
+    assert {key: written["rope_parameters"][key] for key in rope if key != "type"} == {
+        key: value for key, value in rope.items() if key != "type"
+    }
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        ({**LONG, "long_factor": [1.0]}, "long_factor has 1 numbers, and heads have 4 frequencies"),
+        ({**LONG, "short_factor": [1, 1, 1, 0]}, "must be greater than 0"),
+        ({**LONG, "short_factor": None}, "short_factor (None): is needed"),
+        ({"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}, "needs a rope_theta above 1"),
+        ({"rope_type": "dynamic"}, "factor (absent): is needed"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial rotary embedding is not supported"),
+    ],
+)
+def test_what_has_no_table_is_refused(rope, said):
+    refused({**LLAMA, "rope_parameters": rope}, said)
 
 
 def test_all_problems_are_said_at_once():

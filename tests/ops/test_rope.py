@@ -17,7 +17,7 @@ def test_channel_pairs_turn_by_position_times_frequency(size):
     out = case.values("fp64")["out"].reshape(size.b, size.t, -1, size.hd)
     x = qkv.reshape(out.shape)
     half = size.hd // 2
-    turn = np.exp(1j * positions[..., None] * frequencies(RopeConfig(), size.hd))
+    turn = np.exp(1j * positions[..., None] * frequencies(RopeConfig(), size.hd, 1))
     turned = (x[..., :half] + 1j * x[..., half:]) * turn[:, :, None]
     turned = np.concatenate([turned.real, turned.imag], axis=-1)
     num_turned = size.hq + size.hkv

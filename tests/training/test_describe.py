@@ -1,7 +1,9 @@
 """What a dry run prints of many GPUs: the levels, which of them fit, and which one the run has."""
 
 import io
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,3 +93,15 @@ def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):
 def test_all_gpus_of_another_machine_are_not_counted(many):
     with pytest.raises(UsageError, match="--gpus 0 counts the GPUs of this machine, and --gpu H100 is another"):
         llmq.train(**{**many, "gpus": 0})
+
+
+def test_a_rope_that_changes_with_the_length_is_named(given):
+    path = Path(given["model"]) / "config.json"
+    scaling = {
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
+        "max_position_embeddings": 8,
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | scaling))
+    llmq.train(**given, dry_run=True)
+    assert "larger base (dynamic): rows have 16 tokens, more than 8" in given["console"].getvalue()
