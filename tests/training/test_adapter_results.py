@@ -33,7 +33,7 @@ def still(based, **more):
     ).eval_loss
 
 
-@pytest.mark.quick("dora-int8", "pissa-nf4", "ia3-None", "prefix-None")
+@pytest.mark.quick("pissa-nf4", "ia3-None", "prefix-None")
 @pytest.mark.sample("sweep")
 @pytest.mark.parametrize("base", [base for base in BASES if base != "bf16"])
 @pytest.mark.parametrize("method", METHODS)

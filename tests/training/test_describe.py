@@ -83,7 +83,7 @@ def test_processes_of_a_machine_share_its_host_memory(many, monkeypatch):
 
 
 @pytest.mark.slow
-def test_levels_are_shown_of_a_run_that_does_not_fit(many, monkeypatch):
+def test_levels_are_shown_of_a_run_that_does_not_fit(many, few_remedies, monkeypatch):
     monkeypatch.setattr(device, "memory_bytes", lambda *_: (2**40, 1000))
     with pytest.raises(MemoryLimitError, match="1,000 bytes are free"):
         llmq.train(**many)

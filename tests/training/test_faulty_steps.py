@@ -128,7 +128,7 @@ class Ends(Hook):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.quick("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_a_run_that_ends_after_a_rollback_resumes_with_the_same_bits(place, step):
     whole = train(**BACK, name="whole")

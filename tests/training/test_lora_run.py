@@ -42,11 +42,16 @@ LIVES = {
     },
     "fp8": ({**LORA, **FP8, "base_dtype": "nf4"}, {"base_dtype": None}, "adapters base: nf4 in the checkpoint, None"),
 }
-SELDOM = ("head", "full", "pissa", "olora", "int8", "nf4", "mxfp4", "fp8")
+SELDOM = ("head", "full", "dora", "pissa", "prefix", "e4m3", "fp8")
+SWEEP = ("olora", "int8", "nf4", "mxfp4")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SELDOM else ()) for name in LIVES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SELDOM) + [pytest.mark.sweep] * (name in SWEEP))
+        for name in LIVES
+    ],
 )
 def test_what_is_trained_is_saved_resumed_exported_and_trained_on(based, name):
     """A resumed run has the bits of one that was never stopped, and a new one begins where the model is."""

@@ -52,7 +52,7 @@ def test_a_checkpoint_of_other_rows_is_refused(given):
 
 
 @pytest.mark.slow
-def test_what_fits_dense_fits_packed(given):
+def test_what_fits_dense_fits_packed(given, few_remedies):
     """On an H200, 16 rows of 8192 tokens, one filled by a document and others by many: whole, attention's workspace
     would be 8 times that of dense rows, as a row has 8 places of 8192 tokens."""
     with TokenWriter("long.bin", vocab_size=97) as file:

@@ -47,6 +47,7 @@ class Evaluates(Callback):
         self.found = [record.loss, *(run.evaluate(one) for one in self.data)]
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("packing", [None, False, "windows"])
 def test_the_loss_on_data_is_that_of_the_same_data_held_out(on_text, packing):
     texts = [row["text"] for row in HELD_OUT]

@@ -22,8 +22,7 @@ RUN = ["--model=source", "--from-scratch", "--data=rows.jsonl", "--seq-len=16", 
 RUN += ["--grad-accumulation=2", "--model-dtype=fp32", "--name=run", f"--steps={STEPS}", "--eval-every-n-steps=2"]
 RUN += ["--eval-num-steps=2", "--ckpt-interval=2", "--ckpt-keep-n=0"]
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
-PHASES = ("tokenizing", "training", "saving", "export")
-PHASES += tuple(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "loading", "update", "evaluation"))
+PHASES = ("training", "saving", "start", "loading", "tokenizing", "update", "evaluation", "export")
 DELAYS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # seconds after a phase has begun
 
 
@@ -85,6 +84,7 @@ def is_whole(folder):
     return {str(name) for name in names if "checkpoints" not in name.parts and name.name != "out.txt"}
 
 
+@pytest.mark.quick("training-*", "saving-*")
 @pytest.mark.sample("sweep")
 @pytest.mark.parametrize("number", CODES)
 @pytest.mark.parametrize("delay", DELAYS)

@@ -114,16 +114,17 @@ class Ends(Hook):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.quick("13-skip")
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["skip", "rollback"])
-@pytest.mark.parametrize("step", [AT - 1, AT + 1])
-def test_a_resumed_run_knows_the_losses_before(place, what, step):
+def test_a_resumed_run_knows_the_losses_before(place, what):
     options = {"on_spike": what, "rollback_limit": 9 if what == "rollback" else 3, **SPIKES}
     whole = train(**options, name="whole")
-    assert spikes("whole") and train(hooks=[Ends(step)], **options).exit_code == 75
-    parts = train(**options, **{"continue": "newest"})
-    assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
-    assert spikes() == spikes("whole")
+    for step in (AT - 1, AT + 1):
+        options["name"] = f"ends-{step}"
+        assert spikes("whole") and train(hooks=[Ends(step)], **options).exit_code == 75
+        parts = train(**options, **{"continue": "newest"})
+        assert weights_of(parts.checkpoint_path) == weights_of(whole.checkpoint_path)
+        assert spikes(options["name"]) == spikes("whole")
 
 
 def test_a_spike_is_undone(place):

@@ -215,6 +215,7 @@ KINDS_OF_DATA = {  # one document each, which stays whole unless asked otherwise
 }
 
 
+@pytest.mark.quick("chats.jsonl", "text.txt")
 @pytest.mark.parametrize("name", KINDS_OF_DATA)
 def test_rows_are_packed_and_text_is_cut_by_windows(given, name):
     lines, whole = [KINDS_OF_DATA[name] % n for n in range(60)], name != "text.txt"
@@ -267,7 +268,7 @@ def test_a_dry_run_knows_the_memory_before_rows_are_tokenized(given, packing):
     planned = {**given, "dry_run": True, "device": "cuda", "gpu": "H200", "model_dtype": "bf16", "batch_size": 512}
     planned |= {"console": io.StringIO()}
     llmq.train(**planned)
-    llmq.train(**given)
+    llmq.train(**{**given, "epochs": None, "steps": 1})
     llmq.train(**{**planned, "name": "tokenized"})
     said = planned["console"].getvalue()
     for what in ("Activations", "Workspace"):

@@ -34,6 +34,7 @@ def test_they_are_trained_and_exported(based, method):
     assert read_log(whole.log_path).train["tokens"][0] == 4 * (based["seq_len"] - COUNT)
 
 
+@pytest.mark.quick("prompt_tuning")
 @METHODS
 def test_the_loss_of_evaluation_falls(based, method):
     """A prompt of one model without other options."""
@@ -42,6 +43,7 @@ def test_the_loss_of_evaluation_falls(based, method):
     assert llmq.train(**{**options, "steps": 40, "name": "done"}).eval_loss < begun.eval_loss - 0.05
 
 
+@pytest.mark.quick("prefix_tuning")
 @METHODS
 def test_packed_and_padded_rows_have_the_same_evaluation(based, method):
     rng = np.random.default_rng(1)
@@ -64,6 +66,7 @@ def test_a_prompt_that_peft_began_as_a_text_is_continued(based, tmp_path):
     assert llmq.train(**{**based, **still}).eval_loss == pytest.approx(done.eval_loss)
 
 
+@pytest.mark.quick("prefix_tuning")
 @METHODS
 def test_a_model_writes_with_them_also_while_it_is_trained(based, method):
     Path("prompts.jsonl").write_text('{"tokens": [5, 17, 3]}\n{"tokens": [9]}\n')
