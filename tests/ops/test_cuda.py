@@ -34,7 +34,7 @@ SIZES = {
 EXACT = """
     adamw amax amax_scale apply_if_below apply_if_finite cache_write cast copy_to_device copy_to_host dropout
     embedding_forward embedding_noise last_norm_scale loss_sum repeat rope_backward rope_forward sample
-    scale_columns_forward scale_update sgd virtual_tokens_forward
+    scale scale_columns_forward scale_update sgd virtual_tokens_forward
 """
 INTEGERS = {"num_tokens", "num_hits", "hits", "new_seen", "next_tokens", "next_positions"}
 # sums over rows: the inputs whose magnitudes make the sum of magnitudes

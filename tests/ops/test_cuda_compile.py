@@ -47,7 +47,7 @@ REGISTERS = {
         24: "whole_scale",
         32: (
             "apply_if_below apply_if_finite column_scale dequantize embedding_noise grad_scale last_norm_scale "
-            "output_gain_backward penalize repeat scale_update virtual_tokens"
+            "output_gain_backward penalize repeat scale scale_update softcap_backward softcap_forward virtual_tokens"
         ),
         40: (
             "absmax_mean add amax amax_scale bias_backward cache_write error_total importance low_rank_sums pack "
@@ -192,12 +192,15 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         one = out((1,), "fp32", None)
         ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
         noise = {"alpha": 5.0, "seed": 2**40, "stream": 2**31}
+        ops.softcap_forward(out(x, dtype, None), read(x), cap=30.0)
+        ops.softcap_backward(out(x, dtype, None), read(x), read(x), cap=30.0)
         ops.embedding_noise(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), **noise)
         for residual in (None, read(x)):
             place = {"rate": 0.1, "seed": 2**40, "stream": 2**31, "first": 3, "length": t}
             ops.dropout(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), residual, **place)
             gains = noted.tensor((c,), "fp32")
             ops.scale_columns_forward(out(x, dtype, None), read(x), gains, residual and read((c,)), residual)
+            ops.scale(out(x, dtype, None), read(x), residual, factor=0.5)
         for rank in (4, 16, 64):
             low, gram = noted.tensor((2 * f, rank), "fp32"), noted.tensor((rank, rank), "fp32")
             about = (read((2 * f, c)), low, gram, read((2 * f, rank)), noted.tensor((2 * f,), "fp32"))
