@@ -14,9 +14,7 @@
 #include <ucontext.h>
 
 #include <atomic>
-#include <functional>
 #include <memory>
-#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -101,116 +99,23 @@ struct Block {
     std::vector<Fiber> fibers;
     unsigned running = 0;
     jmp_buf scheduler;
-    const std::function<void()>* kernel = nullptr;
+    void (*kernel)(void**) = nullptr;
+    void** arguments = nullptr;
     Fiber& fiber() { return fibers[running]; }
     Warp& warp() { return warps[running / 32]; }
 };
 
-inline thread_local Block* block = nullptr;
+extern __thread Block* block;
 static thread_local char marker[16];  // offsets from here to `__shared__` storage are the same in every thread
 
 // Ends the launch; the caller is told.
-[[noreturn]] inline void fail(const char* what) {
-    block->cluster->failure = what;
-    _longjmp(block->scheduler, 1);
-}
-
-inline void hand_on() {
-    Fiber& own = block->fiber();
-    if (!_setjmp(own.at)) _longjmp(block->scheduler, 1);
-}
-
-inline void wait(Barrier& barrier, int needed) {
-    unsigned generation = barrier.generation;
-    if (++barrier.arrived >= needed) return barrier.open();
-    while (barrier.generation == generation) hand_on();
-}
-
-inline void enter() {
-    (*block->kernel)();
-    Fiber& own = block->fiber();
-    if (!own.copies.empty()) fail("a copy in the background that is never waited for");
-    Warp& warp = block->warp();
-    own.done = true;
-    block->live--, warp.live--;
-    // who is gone counts as arrived everywhere
-    if (block->all.arrived && block->all.arrived >= block->live) block->all.open();
-    if (warp.barrier.arrived && warp.barrier.arrived >= warp.live) warp.barrier.open();
-    block->cluster->live--;
-    block->cluster->check();
-    _longjmp(block->scheduler, 1);
-}
-
-inline void run_block(Block& own) {
-    block = &own;
-    unsigned threads = own.size.x;
-    static thread_local std::vector<Fiber> kept;
-    if (kept.size() < threads) kept.resize(threads);
-    own.fibers.swap(kept);
-    own.warps.assign((threads + 31) / 32, Warp());
-    own.live = static_cast<int>(threads);
-    for (unsigned t = 0; t < threads; t++) {
-        Fiber& fiber = own.fibers[t];
-        fiber.thread = {t, 0, 0}, fiber.number = t, fiber.done = fiber.begun = false, fiber.rounds = fiber.group = 0;
-        fiber.copies.clear();
-        if (!fiber.stack) fiber.stack.reset(new char[STACK_BYTES]);
-        own.warps[t / 32].live++;
-    }
-    for (unsigned left = threads; left && !own.cluster->failure;) {
-        unsigned live_before = left;
-        for (unsigned t = 0; t < threads; t++) {
-            if (own.fibers[t].done) continue;
-            own.running = t;
-            Fiber& fiber = own.fibers[t];
-            if (!_setjmp(own.scheduler)) {
-                if (fiber.begun) _longjmp(fiber.at, 1);
-                fiber.begun = true;
-                getcontext(&fiber.start);
-                fiber.start.uc_stack.ss_sp = fiber.stack.get();
-                fiber.start.uc_stack.ss_size = STACK_BYTES;
-                fiber.start.uc_link = nullptr;
-                makecontext(&fiber.start, enter, 0);
-                setcontext(&fiber.start);
-            }
-            if (own.cluster->failure) break;
-            if (own.fibers[own.running].done) left--;
-        }
-        if (own.cluster->size > 1 && left == live_before) std::this_thread::yield();
-    }
-    own.fibers.swap(kept);
-    block = nullptr;
-}
-
-// Runs a whole grid; null, or what went wrong.
-inline const char* launch(const unsigned* grid, unsigned threads, size_t shared, unsigned size,
-                          const std::function<void()>& kernel) {
-    unsigned blocks = grid[0] * grid[1] * grid[2];
-    if (grid[0] % size) return "the grid is no multiple of the cluster";
-    for (unsigned first = 0; first < blocks; first += size) {
-        Cluster cluster(size, shared);
-        cluster.live = static_cast<int>(size * threads);
-        auto run = [&](unsigned rank) {
-            unsigned number = first + rank;
-            Block own;
-            own.grid = {grid[0], grid[1], grid[2]}, own.size = {threads, 1, 1};
-            own.block = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
-            own.rank = rank, own.cluster = &cluster, own.kernel = &kernel;
-            cluster.statics[rank] = marker;
-            cluster.begun++;
-            while (cluster.begun < size) std::this_thread::yield();
-            run_block(own);
-        };
-        if (size == 1) {
-            run(0);
-        } else {
-            std::vector<std::thread> all;
-            for (unsigned rank = 0; rank < size; rank++) all.emplace_back(run, rank);
-            for (auto& one : all) one.join();
-        }
-        if (cluster.failure) return cluster.failure;
-    }
-    return nullptr;
-}
+[[noreturn]] void fail(const char* what);
+// Lets the next thread of the block run.
+void hand_on();
+void wait(Barrier& barrier, int needed);
+// Runs a whole grid; null, or what went wrong. `marker` gives that of the library of the kernel.
+const char* launch(const unsigned* grid, unsigned threads, size_t shared, unsigned size, void (*kernel)(void**),
+                   void** arguments, char* (*marker)());
 
 template <class... A, size_t... I>
 void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
@@ -553,6 +458,7 @@ inline void rcp_approx_ftz_f32(float& out, float x) { out = emulation::flushed(1
 #define EMULATED(name)                                                                                      \
     extern "C" const char* emulated_##name(const unsigned* grid, unsigned threads, size_t shared, unsigned cluster, \
                                            void** arguments) {                                                  \
-        std::function<void()> run = [arguments] { emulation::call(name, arguments); };                          \
-        return emulation::launch(grid, threads, shared, cluster, run);                                          \
+        return emulation::launch(                                                                               \
+            grid, threads, shared, cluster, [](void** given) { emulation::call(name, given); }, arguments,      \
+            [] { return emulation::marker; });                                                                  \
     }

@@ -14,10 +14,11 @@ import numpy as np
 
 from llmq.ops.cuda import compile as cuda_compile
 
-HEADER = Path(__file__).with_name("emulation.h")
+HEADER, SHARED_CODE = (Path(__file__).with_name(f"emulation.{kind}") for kind in ("h", "cpp"))
 OPTIONS = (
     *("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
     *("-w", "-fPIC", "-shared", "-pthread", "-fno-gnu-unique"),  # a library's `__shared__` storage is its own
+    *("-fno-exceptions", "-fno-rtti"),  # for g++, which takes longer than most kernels run
 )
 ENTRY = re.compile(r'extern "C" __global__ void( CLUSTERED)?\s+(\w+)')
 SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
@@ -100,9 +101,11 @@ class Kernels:
 @cache
 def _library(folder: Path, source: str) -> ctypes.CDLL:
     """The shared library of a source; `folder` may be other processes', too."""
-    header = _made(folder, HEADER.read_text("utf-8"), "h", ".h.gch", ["-x", "c++-header"])
-    text = f'#include "{str(header).removesuffix(".gch")}"\n{source}'
-    return ctypes.CDLL(str(_made(folder, text, "cpp", ".so", [])))
+    header = _made(folder, HEADER.read_text("utf-8"), "h", ".h.gch", [])
+    include = f'#include "{str(header).removesuffix(".gch")}"\n'
+    common = _made(folder, include + SHARED_CODE.read_text("utf-8"), "cpp", ".so", [])
+    # The libraries of C++ come with what is common to all kernels: linking them again took as long as a small kernel.
+    return ctypes.CDLL(str(_made(folder, include + source, "cpp", ".so", ["-nostdlib", str(common)])))
 
 
 def _made(folder: Path, text: str, kind: str, suffix: str, options: list[str]) -> Path:
@@ -113,7 +116,7 @@ def _made(folder: Path, text: str, kind: str, suffix: str, options: list[str]) -
         temporary = folder / f"{name}.{os.getpid()}"
         temporary.write_text(text, "utf-8")
         temporary.replace(source)
-        command = ["g++", *OPTIONS, *options, str(source), "-o", str(temporary)]
+        command = ["g++", *OPTIONS, str(source), *options, "-o", str(temporary)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert not done.returncode, done.stderr[:4000]
         temporary.replace(made)
