@@ -124,12 +124,12 @@ REGISTERS = {32: 104, 64: 120, 80: 144, 128: 144, 256: 168}  # most of any kerne
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [*SOME, *MORE])
 @pytest.mark.parametrize("packed", [0, 1], ids=["dense", "packed"])
-def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(capability, packed):
-    for head_dim in REGISTERS:
-        constants = {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed}
-        used, _ = compiled("attention", capability, constants)
-        assert set(used) == {"attention_forward", "attention_backward_q", "attention_backward_kv"}
-        assert all(not u.spill_bytes and u.registers <= REGISTERS[head_dim] for u in used.values()), (head_dim, used)
+@pytest.mark.parametrize("head_dim", REGISTERS)
+def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(head_dim, capability, packed):
+    constants = {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed}
+    used, _ = compiled("attention", capability, constants)
+    assert set(used) == {"attention_forward", "attention_backward_q", "attention_backward_kv"}
+    assert all(not u.spill_bytes and u.registers <= REGISTERS[head_dim] for u in used.values()), used
 
 
 @CAPABILITIES

@@ -6,7 +6,8 @@ noted; each noted kernel is then compiled by NVRTC, held to recorded numbers of 
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from llmq.stores.fetched_weights import MASTER_FORM
 from llmq.tensor import COLSUM, DTYPES, Form, num_norm_tiles, scale_shape, stored_shape
 
 from .build import arguments_of
-from .cuda_build import compiled
+from .cuda_build import Resources, compiled
 
 ROW8, COL8 = Form("e4m3", "row", "delayed"), Form("e4m3", "col", "delayed")
 CURRENT = tuple(Form("e4m3", layout, "current") for layout in ("row", "col"))
@@ -99,6 +100,20 @@ class Address:
         self.data = SimpleNamespace(ptr=ptr)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A source with constants."""
+
+    name: str
+    items: tuple[tuple[str, Any], ...]
+
+    def compiled(self, capability: int, entries: Iterable[str]) -> dict[str, Resources]:
+        """What ptxas says of these kernels of it, of which nothing else is said."""
+        found, log = compiled(self.name, capability, dict(self.items))
+        assert found.keys() >= set(entries) and "warning" not in log, log
+        return {entry: found[entry] for entry in entries}
+
+
 @dataclass
 class Launches:
     """Notes launches instead of making them."""
@@ -107,6 +122,13 @@ class Launches:
     found: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
     used: int = 0
     shared: dict[tuple[Any, ...], int] = field(default_factory=dict)  # dynamic bytes by source, entry and constants
+
+    def variants(self) -> dict[Variant, set[str]]:
+        """What is compiled for the launches, and the kernels of it that were launched."""
+        found = defaultdict(set)
+        for name, entry, constants, _ in self.found:
+            found[Variant(name, tuple(sorted(constants.items())))].add(entry)
+        return dict(found)
 
     def kernel(self, name: str, entry: str, constants: dict[str, Any]) -> Any:
         def call(grid: tuple[int, ...], block: tuple[int], arguments: tuple[Any, ...], *, shared_mem: int) -> None:
@@ -167,7 +189,12 @@ OPS = bound(cuda.KERNELS)
 @pytest.fixture
 def launches(monkeypatch):
     """Launchers of the backend write into this instead of to a GPU."""
-    noted = Launches()
+    return noting(monkeypatch)
+
+
+def noting(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> Launches:
+    """What launchers of the backend write into instead of to a GPU of this capability."""
+    noted = Launches(capability)
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: None)
     stream = SimpleNamespace(ptr=0)
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: stream))
@@ -469,38 +496,33 @@ WIDE = {("bf16", 5120): 28, ("bf16", 8192): 72, ("bf16", 16384): 64, ("bf16", 32
 
 
 @pytest.mark.slow
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("capability", [80, 90, 120])
-@pytest.mark.parametrize(("dtype", "width"), WIDE, ids=str)
-def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, dtype, width, capability):
+@pytest.mark.parametrize("norm", WIDE, ids=lambda norm: "-".join(map(str, norm)))
+def test_wide_norms_compile_and_spill_no_more_than_recorded(launches, norm, capability):
     """Bytes; what a lane holds of a row in backward is more than 1024 threads, or 512 of bf16, have registers for."""
-    launches.capability = capability
+    launches.capability, (dtype, width) = capability, norm
     norms(launches, dtype, width, (None,))
     if 16 * width + launch.STATIC_BYTES <= launch.shared_bytes_limit():
         norms(launches, dtype, width, (None, ROW8, COL8))
-    for name, entry, constants, _ in launches.found:
-        used = compiled(name, capability, constants)[0][entry]
-        assert used.spill_bytes <= WIDE[dtype, width] * (entry == "rmsnorm_backward"), (entry, used, constants)
+    for variant, entries in launches.variants().items():
+        for entry, used in variant.compiled(capability, entries).items():
+            assert used.spill_bytes <= WIDE[norm] * (entry == "rmsnorm_backward"), (entry, used, variant)
 
 
-@pytest.mark.slow
-@pytest.mark.sample("sweep")
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("head_dim", [12, 18, 20, 100])
-def test_heads_that_are_read_by_twos_compile_and_do_not_spill(launches, head_dim, capability):
+def heads_by_twos(noted: Launches) -> None:
     """Half of a head is a multiple of 2 and not of 4. Where it is odd, they are in fp32, by twos in qk_norm only."""
-    launches.capability, heads = capability, {"num_heads": 4, "num_kv_heads": 2}
-    table, positions = launches.tensor((64, head_dim), "fp32"), launches.tensor((2, 64), "int32")
-    copies = ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)) if head_dim % 4 == 0 else ((None,),)
-    for dtype, forms in product(("bf16", "fp32") if head_dim % 4 == 0 else ("fp32",), copies):
-        qkv, weight = launches.tensor((2, 64, 8 * head_dim), dtype), launches.tensor((head_dim,), dtype)
-        written = launches.output(qkv.shape, dtype, *forms)
-        weights = [launches.output((head_dim,), dtype, None) for _ in range(2)]
-        stat = launches.tensor((2, 64, 6), "fp32")
-        OPS.qk_norm_backward(written, *weights, qkv, qkv, weight, weight, stat, **heads)
-        OPS.rope_backward(written, qkv, table, positions, **heads)
-    for name, entry, constants, _ in launches.found:
-        used = compiled(name, capability, constants)[0][entry]
-        assert not used.spill_bytes and used.registers <= REGISTERS[entry], (entry, used, constants)
+    heads, positions = {"num_heads": 4, "num_kv_heads": 2}, noted.tensor((2, 64), "int32")
+    for head_dim in (12, 18, 20, 100):
+        table = noted.tensor((64, head_dim), "fp32")
+        copies = ((None,), (ROW8, COL8), (None, ROW8, COL8, COLSUM)) if head_dim % 4 == 0 else ((None,),)
+        for dtype, forms in product(("bf16", "fp32") if head_dim % 4 == 0 else ("fp32",), copies):
+            qkv, weight = noted.tensor((2, 64, 8 * head_dim), dtype), noted.tensor((head_dim,), dtype)
+            written = noted.output(qkv.shape, dtype, *forms)
+            weights = [noted.output((head_dim,), dtype, None) for _ in range(2)]
+            stat = noted.tensor((2, 64, 6), "fp32")
+            OPS.qk_norm_backward(written, *weights, qkv, qkv, weight, weight, stat, **heads)
+            OPS.rope_backward(written, qkv, table, positions, **heads)
 
 
 def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...]) -> None:
@@ -513,33 +535,78 @@ def norms(noted: Launches, dtype: str, width: int, forms: tuple[Form | None, ...
     OPS.rmsnorm_backward(*written, x, x, x, weight, stat)
 
 
+def in_turn(of_cards: Mapping[int, Launches]) -> dict[int, dict[Variant, set[str]]]:
+    """Of what the cards launch as much as has each value of each constant of each kernel, on the cards in turn; and for
+    each card something of each source."""
+    launched = {card: noted.variants() for card, noted in of_cards.items()}
+    chosen: dict[int, dict[Variant, set[str]]] = {card: {} for card in of_cards}
+    num_chosen, shown = Counter[tuple[int, str]](), set()
+
+    def choose(card: int, variant: Variant) -> None:
+        chosen[card][variant] = launched[card][variant]
+        num_chosen[card, variant.name] += 1
+
+    for variant in dict.fromkeys(variant for each in launched.values() for variant in each):
+        cards = [card for card in launched if variant in launched[card]]
+        card = min(cards, key=lambda card: num_chosen[card, variant.name])
+        values = {*product(launched[card][variant], (variant.name, *variant.items))}
+        if not values <= shown:
+            choose(card, variant)
+            shown |= values
+    for card, variants in launched.items():
+        for variant in variants:
+            if not num_chosen[card, variant.name]:
+                choose(card, variant)
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def of_cards():
+    """What training in bf16 and fp8 launches at 0.5B on each card, on one also that in fp32; and heads that are read by
+    twos."""
+    found = {}
+    for capability in CAPABILITIES:
+        with pytest.MonkeyPatch.context() as patch:
+            noted = found[capability] = noting(patch, capability)
+            model_launches(noted, **QWEN_0_5B)
+            if capability != 90:
+                noted.found = [one for one in noted.found if one[2].get("T") != "float"]
+            heads_by_twos(noted)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability", [pytest.param(n, marks=() if n in (80, 90, 120) else pytest.mark.sweep) for n in CAPABILITIES]
-)
-def test_every_kernel_compiles_within_its_registers_and_does_not_spill(launches, capability, request):
-    """What training in bf16 and fp8 launches at 0.5B, and for one card in fp32 as well; for the others a third of all
-    variants, or with --sweeps each."""
-    launches.capability = capability
-    model_launches(launches, **QWEN_0_5B)
-    launched: dict[tuple[str, tuple[Any, ...]], set[str]] = {}
-    for name, entry, constants, _ in launches.found:
-        if capability == 90 or "float" not in (constants.get("T"), constants.get("X")):
-            launched.setdefault((name, tuple(sorted(constants.items()))), set()).add(entry)
-    wrong, each = [], 1 if capability == 90 or request.config.getoption("--sweeps") else 3
-    for (name, items), entries in [*launched.items()][::each]:
-        constants = dict(items)
-        assert capability in architectures(name)
-        found, log = compiled(name, capability, constants)
-        assert found.keys() >= entries and "warning" not in log, log
-        for entry in entries:
-            used, dynamic = found[entry], launches.shared[name, entry, items]
-            assert not dynamic or used.shared_bytes == static(entry, constants, dynamic) <= launch.STATIC_BYTES
-            assert dynamic + used.shared_bytes <= launch.shared_bytes_limit()
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles_within_its_registers_and_does_not_spill(of_cards, capability, request):
+    """Some variants on each card, or with --sweeps all."""
+    launches, wrong = of_cards[capability], []
+    every = request.config.getoption("--sweeps")
+    for variant, entries in (launches.variants() if every else in_turn(of_cards)[capability]).items():
+        assert capability in architectures(variant.name)
+        for entry, used in variant.compiled(capability, entries).items():
+            dynamic, constants = launches.shared[variant.name, entry, variant.items], dict(variant.items)
+            by_twos = constants.get("HD", QWEN_0_5B["hd"]) != QWEN_0_5B["hd"]
+            own = static(entry, constants, dynamic)
+            assert not dynamic or used.shared_bytes == own <= launch.STATIC_BYTES
+            assert dynamic + used.shared_bytes <= launch.shared_bytes_limit(capability)
             if (
-                used.spill_bytes > SPILLS.get((entry, capability), 0)
+                used.spill_bytes > (0 if by_twos else SPILLS.get((entry, capability), 0))
                 or used.registers > REGISTERS[entry]
                 or used.shared_bytes > 48 * 1024
             ):
-                wrong.append(f"{entry} {used} with {constants}")
+                wrong.append(f"{entry} {used} of {variant}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+def test_what_is_compiled_in_turn_is_something_of_all(of_cards):
+    """Each kernel, each source on each card, each value of a constant; of all a fifth."""
+    chosen = [(card, *one) for card, variants in in_turn(of_cards).items() for one in variants.items()]
+    names = {path.stem for path in cuda_folder().glob("*.cu")} - {"attention", "documents"}
+    assert {(card, variant.name) for card, variant, _ in chosen} == {*product(CAPABILITIES, names)}
+    assert {entry for *_, entries in chosen for entry in entries} == set(REGISTERS)
+    every = [variant for noted in of_cards.values() for variant in noted.variants()]
+    shown, all_values = (
+        {(v.name, item) for v in some for item in v.items} for some in ([v for _, v, _ in chosen], every)
+    )
+    assert shown == all_values and 5 * len(chosen) < len(every)
