@@ -24,6 +24,15 @@ def _of(architecture: str, model_type: str, **keys: Any) -> dict[str, Any]:
 
 MORE: dict[str, dict[str, Any]] = {
     "phi3": _of("Phi3", "phi3", sliding_window=9, rms_norm_eps=1e-4),
+    "granite": _of(
+        "Granite",
+        "granite",
+        embedding_multiplier=6.0,
+        attention_multiplier=0.4,
+        residual_multiplier=0.3,
+        logits_scaling=4.0,
+        tie_word_embeddings=True,
+    ),
     "ministral": _of(
         "Ministral",
         "ministral",

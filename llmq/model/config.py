@@ -21,7 +21,7 @@ from llmq.model.families import TORCH_NAMES, Family
 from llmq.model.family_table import FAMILIES
 from llmq.model.harmless import HARMLESS
 from llmq.model.rope_keys import ROPE_KEYS, RopeConfig
-from llmq.model.wiring import ACTIVATIONS
+from llmq.model.wiring import ACTIVATIONS, Scales
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    scales: Scales = field(default_factory=Scales)
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)  # the config.json as read, for the export
 
     def identity(self) -> dict[str, Any]:
         """What makes it compute what it computes: not the tokens that end texts, nor the export's source."""
         left_out = {"dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position"}
+        left_out |= {"scales"} if self.scales == Scales() else set()  # which checkpoints of Llamas do not have
         found = {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
         return {**found, "rope": self.rope.identity()}
 
@@ -150,7 +152,8 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     if problems:
         raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
-    return ModelConfig(architecture, source=dict(mapping), **family.facts, **facts)
+    scales = Scales(**{name: value for name, value in keys if name in Scales.__dataclass_fields__})
+    return ModelConfig(architecture, source=dict(mapping), scales=scales, **family.facts, **facts)
 
 
 def _used(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -220,6 +223,7 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "architectures": [config.architecture],
         "model_type": family.model_type,
         **_keys(family.keys, replace(config, dtype=torch_name)),
+        **_keys(family.keys, config.scales),
         family.act_key: next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
         **family.rope_keys(config),
         "torch_dtype": torch_name,

@@ -6,6 +6,7 @@ answers some of these questions in another way than Llama, and its entry in `FAM
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.blocks.attention import Heads, Rotary
+from llmq.blocks.branches import Scaled, ScaledEmbed
+from llmq.blocks.capped import Capped
+from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import SwiGlu
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary
@@ -173,7 +177,7 @@ class Family:
 
     def heads(self, config: ModelConfig) -> Heads:
         """The heads of attention."""
-        return Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        return Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.scales.attention_multiplier)
 
     def rotary(self, config: ModelConfig) -> Rotary:
         """What happens to queries and keys before attention."""
@@ -186,7 +190,8 @@ class Family:
 
     def reader(self, config: ModelConfig, reader: LogitsReader) -> LogitsReader:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
-        return reader
+        divisor = config.scales.logits_scaling
+        return reader if divisor == 1 else Capped(reader, math.inf, 1 / divisor)
 
     def head_rows(self, config: ModelConfig) -> Iterator[Row]:
         """The parameters of the norm before the head."""
@@ -208,7 +213,13 @@ class Family:
 
     def onto(self, config: ModelConfig) -> Onto:
         """How a sublayer's last linear map is added to the residual stream."""
-        return Added()
+        factor = config.scales.residual_multiplier
+        return Added() if factor == 1 else Scaled(factor)
+
+    def embed(self, config: ModelConfig, embed: Embed) -> Embed:
+        """The embedding, of which `embed` looks up the tokens."""
+        factor = config.scales.embedding_multiplier
+        return embed if factor == 1 else ScaledEmbed(embed, config.hidden_size, factor)
 
     def rows(self, config: ModelConfig, layer: int) -> Iterator[Row]:
         """The parameters of a layer, in the order of the forward pass."""

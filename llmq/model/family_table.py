@@ -3,12 +3,28 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmq.model.families import Family, Mistral, Qwen
+from llmq.model.families import ConfigKeys, Family, Mistral, Qwen
+from llmq.model.key_types import Positive
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
 
 if TYPE_CHECKING:
     from llmq.model.config import ModelConfig
+
+
+class GraniteKeys(ConfigKeys):
+    """Those of Granite 3, whose multipliers are facts."""
+
+    attention_multiplier: Positive = 1.0
+    embedding_multiplier: Positive = 1.0
+    residual_multiplier: Positive = 1.0
+    logits_scaling: Positive = 1.0
+
+
+class Granite(Family):
+    """Llama with multipliers."""
+
+    keys = GraniteKeys
 
 
 class Windowed(Family):
@@ -42,6 +58,7 @@ FAMILIES: Table[Family] = table(
             rope_kinds={"su": "longrope", "yarn": "longrope"},
             wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
         ),
+        "GraniteForCausalLM": Granite("granite", _ENDS),
         "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),
     },
     needs=("model_type", "rows"),

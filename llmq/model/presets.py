@@ -10,6 +10,7 @@ from functools import partial
 
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig, RopeConfig
+from llmq.model.wiring import Scales
 
 _llama = partial(ModelConfig, "LlamaForCausalLM", bos_token_id=1, eos_token_ids=(2,))
 _llama3 = partial(
@@ -73,6 +74,10 @@ PRESETS: dict[str, ModelConfig] = {
         "Phi3ForCausalLM", 100352, 5120, 17920, 40, 40, 10, 128, 1e-5, 16384, RopeConfig(250000.0),
         bos_token_id=100257, eos_token_ids=(100265,), pad_token_id=100349,
     ),
+    "granite3_8b": ModelConfig(
+        "GraniteForCausalLM", 49155, 4096, 12800, 40, 32, 8, 128, 1e-5, 4096, tie_embeddings=True,
+        bos_token_id=0, eos_token_ids=(0,), pad_token_id=0, scales=Scales(0.0078125, 12.0, 0.22, 16.0),
+    ),
 }  # fmt: skip
 
 
@@ -90,6 +95,7 @@ _TOKENIZERS = {
     "Qwen3": "Qwen/Qwen3-0.6B",
     "Mistral": "unsloth/mistral-7b",
     "phi4": "microsoft/phi-4",
+    "granite3": "ibm-granite/granite-3.0-8b-base",
 }
 # Short names of models of the Hub, which have weights.
 HUB_NAMES = {

@@ -36,3 +36,13 @@ class Wiring:
 
 
 LLAMA = Wiring()
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Multipliers, by their keys in config.json."""
+
+    attention_multiplier: float | None = None  # of scores; None: 1 / sqrt(Hd)
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a sublayer adds to the stream
+    logits_scaling: float = 1.0  # by which logits are divided

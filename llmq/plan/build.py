@@ -85,7 +85,7 @@ def build_decoder(spec: Spec, sampling: Sampling) -> Model:
     def core(window: int | None, layer: int) -> Core:
         return CachedCore(heads, window, layer, rotary.left)
 
-    return _generator(spec, Embed(), core, rotary, sampling)
+    return _generator(spec, spec.config.family.embed(spec.config, Embed()), core, rotary, sampling)
 
 
 def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
@@ -130,7 +130,7 @@ def _heads(spec: Spec) -> Heads:
 def _embed(spec: Spec) -> Embed:
     c, alpha = spec.config.hidden_size, spec.regularization.neftune_alpha
     embed = NoisyEmbed(Embed(), c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed()
-    return spec.adapters.embed(embed, spec.config)
+    return spec.adapters.embed(spec.config.family.embed(spec.config, embed), spec.config)
 
 
 def _rotary(spec: Spec) -> Rotary:

@@ -11,9 +11,8 @@ from .cases import ODD, make
 
 def test_a_multiple_is_added_to_the_residual():
     x, residual = make("scale", ODD).inputs.values()
-    factor = np.float64(np.float32(0.3))
-    np.testing.assert_array_equal(run("scale", [x.shape], x, residual, factor=0.3)[0], x * factor + residual)
-    np.testing.assert_array_equal(run("scale", [x.shape], x, None, factor=0.3)[0], x * factor)
+    np.testing.assert_array_equal(run("scale", [x.shape], x, residual, factor=0.3)[0], x * 0.3 + residual)
+    np.testing.assert_array_equal(run("scale", [x.shape], x, None, factor=0.3)[0], x * 0.3)
 
 
 @pytest.mark.parametrize("cap", [math.inf, 2.0])

@@ -11,9 +11,9 @@ from llmq.ops.temporaries import elementwise
 
 @op(family="norms", shares={"y": "x"}, temporaries=elementwise("y", 1, "x", "residual"))
 def scale(y: Output, /, x: Tensor, residual: Tensor | None, *, factor: float) -> None:
-    """y (...,C) <- x (...,C), residual (...,C) or None: factor x + residual. The factor is rounded to f32."""
+    """y (...,C) <- x (...,C), residual (...,C) or None: factor x + residual."""
     values = x.read()
-    value = values * values.dtype.type(np.float32(factor))
+    value = values * values.dtype.type(factor)
     y.write(value if residual is None else value + residual.read())
 
 
