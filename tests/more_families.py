@@ -33,6 +33,7 @@ MORE: dict[str, dict[str, Any]] = {
         logits_scaling=4.0,
         tie_word_embeddings=True,
     ),
+    "smollm3": _of("SmolLM3", "smollm3", no_rope_layers=[1, 0, 1], num_attention_heads=2, num_key_value_heads=1),
     "ministral": _of(
         "Ministral",
         "ministral",

@@ -54,10 +54,10 @@ class Unturned:
 
 
 class Rotary:
-    """rot = rope(qkv) on q and k heads (Su et al., 2021)."""
+    """rot = rope(qkv) on q and k heads (Su et al., 2021), by the constant `table`."""
 
-    def __init__(self, heads: Heads) -> None:
-        self.heads = heads
+    def __init__(self, heads: Heads, table: str = "rope") -> None:
+        self.heads, self.table = heads, table
 
     @property
     def unturned(self) -> Unturned:
@@ -74,11 +74,11 @@ class Rotary:
 
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.rot <- a.qkv."""
-        ops.rope_forward(a.rot, a.qkv, a.const.rope, a.batch.positions, **self.heads.numbers)
+        ops.rope_forward(a.rot, a.qkv, a.const[self.table], a.batch.positions, **self.heads.numbers)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.qkv <- d.rot."""
-        ops.rope_backward(d.qkv, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
+        ops.rope_backward(d.qkv, d.rot, a.const[self.table], a.batch.positions, **self.heads.numbers)
 
 
 class DenseCore:

@@ -54,11 +54,11 @@ class PromptCore:
 class CachedCore:
     """Attention of one new token per sequence to the cache of the layer, with its own key and value put there.
 
-    `given` names the slot of q, k and v before the rotary embedding.
+    `given` names the slot of q, k and v before the rotary embedding, and `table` the constant of that.
     """
 
-    def __init__(self, heads: Heads, window: int | None, layer: int, given: str) -> None:
-        self.heads, self.layer, self.given = heads, layer, given
+    def __init__(self, heads: Heads, window: int | None, layer: int, given: str, table: str) -> None:
+        self.heads, self.layer, self.given, self.table = heads, layer, given, table
         self.numbers: dict[str, Any] = {**heads.numbers, "window": window, **heads.scores}
 
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
@@ -67,7 +67,7 @@ class CachedCore:
 
     def forward(self, ops: Ops, a: Slots) -> None:
         """a.att (B,1,Hq*Hd), a.cache of the layer <- q, k and v, a.cache, a.batch.positions."""
-        cache, read = a.cache[self.layer], (a.const.rope, a.batch.positions)
+        cache, read = a.cache[self.layer], (a.const[self.table], a.batch.positions)
         ops.attention_cached(a.att, cache, a[self.given], cache, *read, **self.numbers)
 
     def backward(self, ops: Ops, a: Slots, d: Slots) -> None:

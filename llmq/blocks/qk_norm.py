@@ -60,8 +60,8 @@ class NormedUnturned(Unturned):
 class NormedRotary(Rotary):
     """rot = rope(normed) on q and k heads."""
 
-    def __init__(self, norms: HeadNorms) -> None:
-        super().__init__(norms.heads)
+    def __init__(self, norms: HeadNorms, table: str = "rope") -> None:
+        super().__init__(norms.heads, table)
         self.norms, self.rows = norms, norms.rows  # type: ignore[method-assign]
 
     @property
@@ -76,9 +76,9 @@ class NormedRotary(Rotary):
     def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
         """a.rot <- a.qkv."""
         self.norms.forward(ops, a, w)
-        ops.rope_forward(a.rot, a.normed, a.const.rope, a.batch.positions, **self.heads.numbers)
+        ops.rope_forward(a.rot, a.normed, a.const[self.table], a.batch.positions, **self.heads.numbers)
 
     def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
         """d.qkv, dw <- d.rot."""
-        ops.rope_backward(d.normed, d.rot, a.const.rope, a.batch.positions, **self.heads.numbers)
+        ops.rope_backward(d.normed, d.rot, a.const[self.table], a.batch.positions, **self.heads.numbers)
         self.norms.backward(ops, a, d, w, dw)

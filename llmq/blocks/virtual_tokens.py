@@ -41,7 +41,7 @@ class PrefixedRotary(Rotary):
     """
 
     def __init__(self, base: Rotary, num_virtual: int) -> None:
-        super().__init__(heads := base.heads)
+        super().__init__(heads := base.heads, base.table)
         self.base = base
         self.numbers = {"num_virtual": num_virtual, "channels": 2 * heads.num_kv_heads * heads.head_dim}
 

@@ -19,7 +19,6 @@ from llmq.backends import Backend
 from llmq.engine.engine import Engine
 from llmq.engine.stored import StoredPlan
 from llmq.errors import UsageError
-from llmq.model.rope import rope_table
 from llmq.plan.build import build_decoder, rows_of
 from llmq.plan.decoding import Decoding, DecodingRecordings, completions_of, prompt_name
 from llmq.plan.passes.fates import Fates
@@ -77,8 +76,7 @@ class Generator(StoredPlan):
         self.batch_size, self.most_tokens = spec.batch_size, spec.seq_len
         self._prompt_lengths, self._packed = sorted(decoding.prompt_lengths), decoding.packed
         self._decodes_by = {call.op for call in self.plan.programs["decode"].calls}
-        table = rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64)
-        self.write(self._cells.decode_rope, table)
+        self._write_tables(self._cells.decode_ropes)
 
     @property
     def weight_bytes(self) -> int:

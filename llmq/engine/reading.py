@@ -10,7 +10,6 @@ import numpy as np
 
 from llmq.backends import Backend
 from llmq.engine.stored import StoredPlan
-from llmq.model.rope import rope_table
 from llmq.plan.names import storage_name
 from llmq.plan.plan import Plan
 from llmq.plan.reading import plan_reading
@@ -25,7 +24,7 @@ class ModelReader(StoredPlan):
         """Without weights; rows begin with `num_virtual` virtual tokens."""
         super().__init__(plan, backend)
         spec, self._num_virtual = plan.spec, num_virtual
-        self.write(self._cells.read_rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        self._write_tables(self._cells.read_ropes)
         for name in plan.programs:
             positions = self._cells[name].positions
             if self._has(positions):

@@ -4,7 +4,7 @@ Of many ranks each sets and reads its share.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 from llmq.backends import Backend
 from llmq.engine.bound_plan import BoundPlan
 from llmq.model.held import Values, held_value, hold, single_scale
-from llmq.model.rope import rope_table
+from llmq.model.rope import table_of
 from llmq.operands import Tensor
 from llmq.plan.names import scale_ref, storage_name
 from llmq.plan.plan import Plan
@@ -90,6 +90,11 @@ class StoredPlan(BoundPlan):
                 self._hold(ref, values, tuple(part.stop for part in row.parts))
         assert not missing, f"parameters not given: {sorted(missing)}"
 
+    def _write_tables(self, refs: Mapping[str, Ref]) -> None:
+        """Sets the constants of the rotary embedding, by their names."""
+        for name, ref in refs.items():
+            self.write(ref, table_of(self.plan.spec.config, name, ref.shape[0]))
+
     def _hold(self, ref: Ref, values: Values, borders: Sequence[int]) -> None:
         """Makes what is held of a row, with the scales of what programs make of that, where it lies."""
         array, scale = (self._memory.array(storage_name(one)) for one in (ref, scale_ref(ref)))
@@ -128,7 +133,7 @@ class TrainedPlan(StoredPlan):
         self._is_gathered = False  # whether all weights are whole; of one rank they are
         self._is_cold = True  # whether delayed scales have seen no batch yet
         spec, cells = self.plan.spec, self._cells
-        self.write(cells.rope, rope_table(spec.config.rope, spec.config.head_dim, spec.seq_len, np.float64))
+        self._write_tables(cells.ropes)
         self.write(cells.batch.positions, np.broadcast_to(np.arange(spec.seq_len), cells.batch.positions.shape))
         for ref in self.plan.persistent.values():
             if ref.space == "scale":

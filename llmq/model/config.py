@@ -20,7 +20,7 @@ from llmq.errors import DataError
 from llmq.model.families import TORCH_NAMES, Family
 from llmq.model.family_table import FAMILIES
 from llmq.model.harmless import HARMLESS
-from llmq.model.rope_keys import ROPE_KEYS, RopeConfig
+from llmq.model.rope_keys import LOCAL, NONE, ROPE, ROPE_KEYS, RopeConfig
 from llmq.model.wiring import ACTIVATIONS, Scales
 
 
@@ -42,6 +42,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    local_rope: RopeConfig | None = None  # of layers with a window, where theirs is another one
+    unrotated: tuple[int, ...] = ()  # the layers without a rotary embedding
     windows: tuple[int | None, ...] = ()  # of each layer in tokens, itself included; None is full, () is all full
     dtype: str = "bf16"  # of the source's weights: bf16, fp16, fp32
     bos_token_id: int | None = None
@@ -53,7 +55,9 @@ class ModelConfig:
     def identity(self) -> dict[str, Any]:
         """What makes it compute what it computes: not the tokens that end texts, nor the export's source."""
         left_out = {"dtype", "bos_token_id", "eos_token_ids", "pad_token_id", "source", "max_position"}
-        left_out |= {"scales"} if self.scales == Scales() else set()  # which checkpoints of Llamas do not have
+        # What checkpoints of Llamas do not have.
+        left_out |= {"scales"} if self.scales == Scales() else set()
+        left_out |= {name for name in ("local_rope", "unrotated") if not getattr(self, name)}
         found = {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
         return {**found, "rope": self.rope.identity()}
 
@@ -67,6 +71,11 @@ class ModelConfig:
     def family(self) -> Family:
         """How its facts are spelled, and what its layers are made of."""
         return FAMILIES[self.architecture]
+
+    def table(self, layer: int) -> str:
+        """The name of the constant by which a layer's queries and keys are turned."""
+        is_local = self.local_rope is not None and self.window(layer) is not None
+        return NONE if layer in self.unrotated else LOCAL if is_local else ROPE
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full causal attention."""
@@ -234,7 +243,10 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
     return {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, **kept, **written}
 
 
+OF_LAYERS = ("rope", "local_rope", "unrotated", "windows")  # that `window_keys` and `rope_keys` write
+
+
 def _keys(form: type[BaseModel], config: object) -> dict[str, Any]:
     """The fields that a config shares with a form, by the form's keys."""
-    fields = {info.alias or name: name for name, info in form.model_fields.items() if name not in ("rope", "windows")}
+    fields = {info.alias or name: name for name, info in form.model_fields.items() if name not in OF_LAYERS}
     return {key: getattr(config, name) for key, name in fields.items() if hasattr(config, name)}

@@ -22,7 +22,7 @@ from llmq.blocks.mlp import SwiGlu
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
-from llmq.model.rope_keys import ROPE_KEYS, Rope, one_rope, partial_of_family
+from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Into, Onto
 from llmq.row import Part, Row, SublayerRows
@@ -132,6 +132,20 @@ class ConfigKeys(BaseModel, strict=True, validate_default=True):
     windows: Annotated[Any, PlainValidator(windows_of_layers)] = Field(None, alias="layer_types")
 
 
+class LocalRopeKeys(ConfigKeys):
+    """Those of config.json where layers with a window have a rope of their own; `parted` gives it a name."""
+
+    rope_local_base_freq: Positive | None = None
+    local_rope: Annotated[Rope | None, AfterValidator(one_local_rope)] = Field(None, alias="local_rope_parameters")
+
+
+class UnrotatedKeys(ConfigKeys):
+    """Those of config.json where some layers have no rope."""
+
+    no_rope_layer_interval: Size = 4
+    unrotated: Annotated[Any, PlainValidator(unrotated_of_list)] = Field(None, alias="no_rope_layers")
+
+
 @dataclass(frozen=True)
 class Family:
     """Llama, and what differs from it in others.
@@ -173,16 +187,22 @@ class Family:
         if "original_max_position_embeddings" in self.defaults and "original_max_position_embeddings" in scaling:
             more["original_max_position_embeddings"] = rope.original_max_position
         four = {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
+        if config.local_rope is not None:
+            local = config.local_rope
+            written = {"full_attention": written, "sliding_attention": ROPE_KEYS[local.kind].written(local)}
+            more["rope_local_base_freq"] = local.theta
+        if issubclass(self.keys, UnrotatedKeys):
+            more["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
         return {**four, "rope_parameters": written, **more}
 
     def heads(self, config: ModelConfig) -> Heads:
         """The heads of attention."""
         return Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.scales.attention_multiplier)
 
-    def rotary(self, config: ModelConfig) -> Rotary:
-        """What happens to queries and keys before attention."""
-        heads = self.heads(config)
-        return NormedRotary(HeadNorms(heads, self.norm(config))) if config.qk_norm else Rotary(heads)
+    def rotary(self, config: ModelConfig, layer: int) -> Rotary:
+        """What happens to queries and keys of a layer before attention."""
+        heads, table = self.heads(config), config.table(layer)
+        return NormedRotary(HeadNorms(heads, self.norm(config)), table) if config.qk_norm else Rotary(heads, table)
 
     def activation(self, config: ModelConfig) -> SwiGlu:
         """What lies between the two maps of the MLP."""
@@ -228,7 +248,7 @@ class Family:
         at = SublayerRows("attention", layer, names.layers)
         yield from self.into(config).rows(at, c, names.attention_norm)
         yield from at.linear("qkv", c, _sizes(names.qkv, q, kv, kv), bias=config.qkv_bias)
-        yield from self.rotary(config).rows(at)
+        yield from self.rotary(config, layer).rows(at)
         yield from at.linear("o", q, {names.o: c}, init="residual")
         yield from self.onto(config).rows(at, c, names.attention_post_norm)
         at = SublayerRows("mlp", layer, names.layers)

@@ -1,9 +1,11 @@
 """The families that llmq knows: names, the defaults of their keys, and what their layers are made of."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from llmq.model.families import ConfigKeys, Family, Mistral, Qwen
+from pydantic import PlainValidator
+
+from llmq.model.families import ConfigKeys, Family, Mistral, Qwen, UnrotatedKeys
 from llmq.model.key_types import Positive
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
@@ -27,6 +29,13 @@ class Granite(Family):
     keys = GraniteKeys
 
 
+def without_window(value: Any) -> bool:
+    """ValueError unless no layer has a window."""
+    if value:
+        raise ValueError("sliding windows are not supported for this architecture")
+    return False
+
+
 class Windowed(Family):
     """Layers are listed with their kinds, and those that slide have one window."""
 
@@ -38,6 +47,22 @@ class Windowed(Family):
         """The window, and the kind of each layer."""
         kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
         return {"layer_types": kinds, "sliding_window": next(filter(None, config.windows))} if config.windows else {}
+
+
+class SmolLm3Keys(UnrotatedKeys):
+    """Those of config.json, where no layer has a window."""
+
+    use_sliding_window: Annotated[bool, PlainValidator(without_window)] = False
+
+
+class SmolLm3(Family):
+    """Some layers have no rotary embedding."""
+
+    keys = SmolLm3Keys
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All but what says which layers have a window, if any may have one."""
+        return {**super().counted(keys), "use_sliding_window": keys.get("use_sliding_window")}
 
 
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -59,6 +84,12 @@ FAMILIES: Table[Family] = table(
             wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
         ),
         "GraniteForCausalLM": Granite("granite", _ENDS),
+        "SmolLM3ForCausalLM": SmolLm3(
+            "smollm3",
+            {"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004, "num_key_value_heads": 4}
+            | {"max_position_embeddings": 32768, "tie_word_embeddings": True},
+            default_theta=2e6,
+        ),
         "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),
     },
     needs=("model_type", "rows"),

@@ -4,7 +4,23 @@ import math
 
 import numpy as np
 
-from llmq.model.config import RopeConfig
+from llmq.model.config import ModelConfig, RopeConfig
+from llmq.model.rope_keys import LOCAL, NONE, ROPE
+from llmq.tensor import Ref
+
+
+def table_refs(config: ModelConfig, length: int, stat: str, before: str = "") -> dict[str, Ref]:
+    """The constants that the layers of a model read, by their names there."""
+    names = dict.fromkeys(map(config.table, range(config.num_layers)))
+    return {name: Ref(f"{before}{name}", "const", (length, config.head_dim), stat) for name in names}
+
+
+def table_of(config: ModelConfig, name: str, length: int) -> np.ndarray:
+    """The table of such a name (length, head_dim) in f64."""
+    rope = {ROPE: config.rope, LOCAL: config.local_rope, NONE: None}[name]
+    if rope is not None:
+        return rope_table(rope, config.head_dim, length, np.float64)
+    return np.repeat([[1.0, 0.0]], config.head_dim // 2, axis=1).repeat(length, axis=0)
 
 
 def rope_table(config: RopeConfig, head_dim: int, length: int, dtype: np.dtype | type) -> np.ndarray:

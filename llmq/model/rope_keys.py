@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, Validati
 
 from llmq.model.key_types import Factor, Positive, Size
 
+ROPE, LOCAL, NONE = "rope", "rope_local", "rope_none"  # constants of a run: of most layers, of those with a window
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -137,6 +139,37 @@ def one_rope(newer: Any, info: ValidationInfo) -> RopeConfig:
     )
     _check(found, info.data.get("head_dim"))
     return found
+
+
+def one_local_rope(given: Any, info: ValidationInfo) -> RopeConfig:
+    """Of layers with a window: from `rope_local_base_freq` (4) and what `parted` finds (5), which must agree."""
+    thetas = [given.rope_theta if given else None, info.data.get("rope_local_base_freq")]
+    if None not in thetas and thetas[0] != thetas[1]:
+        raise ValueError(f"rope_theta {thetas[0]:g} contradicts rope_local_base_freq {thetas[1]:g}")
+    found = replace(given.config() if given else RopeConfig(), theta=thetas[0] or thetas[1] or 10000.0)
+    _check(found, info.data.get("head_dim"))
+    return found
+
+
+def parted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys with the objects of `rope_parameters` for each kind of layer (5) as those of two ropes."""
+    both = keys.get("rope_parameters")
+    if not isinstance(both, Mapping) or not both or both.keys() - {"full_attention", "sliding_attention"}:
+        return dict(keys)
+    own = {"rope_parameters": both.get("full_attention"), "local_rope_parameters": both.get("sliding_attention")}
+    return {**keys, **own}
+
+
+def unrotated_of_list(listed: Any, info: ValidationInfo) -> tuple[int, ...]:
+    """The layers with a 0 in `no_rope_layers`, or each `no_rope_layer_interval`-th where there is no list."""
+    if not {"num_layers", "no_rope_layer_interval"} <= info.data.keys():
+        return ()  # one of them is wrong
+    layers, interval = info.data["num_layers"], info.data["no_rope_layer_interval"]
+    if listed is None:
+        return tuple(range(interval - 1, layers, interval))
+    if not isinstance(listed, list) or len(listed) < layers or any(one not in (0, 1) for one in listed):
+        raise ValueError(f"must be a list of 0 or 1 for each of num_hidden_layers ({layers})")
+    return tuple(layer for layer in range(layers) if not listed[layer])
 
 
 def _check(rope: RopeConfig, head_dim: int | None) -> None:

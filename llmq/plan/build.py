@@ -25,6 +25,7 @@ from llmq.sites.linear import Bf16Linear
 from llmq.stores.fetched_weights import MASTER_FORM
 
 Cores = Callable[[int | None, int], Core]  # the attention of a layer, by its window and number
+Rotaries = Callable[[int], Any]  # what happens to its queries and keys before that, by its number
 
 NOISE_STREAM = zlib.crc32(b"embedding noise")  # addresses its random bits, as a parameter's name does
 
@@ -69,7 +70,7 @@ def build_model(spec: Spec) -> Model:
             "--head-dtype e4m3 needs one scale per tensor or row, as cuBLASLt takes 1x128 scales neither for a chunk "
             "of the head's input nor for one token: use --fp8-scaling rowwise, or leave the head in bf16"
         )
-    layers = _blocks(spec, lambda window, layer: _core(spec, window), _rotary(spec), memory.seq_tiles)
+    layers = _blocks(spec, lambda window, layer: _core(spec, window), partial(_rotary, spec), memory.seq_tiles)
     loss = spec.loss.reader(config.vocab_size, spec.regularization.z_loss)
     family, sizes = config.family, (config.hidden_size, padded_vocab(config))
     reader = family.reader(config, loss)
@@ -80,12 +81,13 @@ def build_model(spec: Spec) -> Model:
 def build_decoder(spec: Spec, sampling: Sampling) -> Model:
     """The objects whose forward is recorded for the next token."""
     heads = _heads(spec)
-    rotary = spec.config.family.rotary(spec.config).unturned
+    rotaries = [spec.config.family.rotary(spec.config, layer) for layer in range(spec.config.num_layers)]
+    unturned = [rotary.unturned for rotary in rotaries]
 
     def core(window: int | None, layer: int) -> Core:
-        return CachedCore(heads, window, layer, rotary.left)
+        return CachedCore(heads, window, layer, unturned[layer].left, rotaries[layer].table)
 
-    return _generator(spec, spec.config.family.embed(spec.config, Embed()), core, rotary, sampling)
+    return _generator(spec, spec.config.family.embed(spec.config, Embed()), core, unturned.__getitem__, sampling)
 
 
 def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
@@ -94,10 +96,10 @@ def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
     def core(window: int | None, layer: int) -> Core:
         return PromptCore(_core(spec, window), layer)
 
-    return _generator(spec, _embed(spec), core, _rotary(spec), sampling)
+    return _generator(spec, _embed(spec), core, partial(_rotary, spec), sampling)
 
 
-def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sampling) -> Model:
+def _generator(spec: Spec, embed: Embed, cores: Cores, rotaries: Rotaries, sampling: Sampling) -> Model:
     config = spec.config
     sampler: LogitsReader = Sampler(config.vocab_size, sampling)
     if sampling.repetition_penalty != 1:
@@ -106,10 +108,10 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotary: Any, sampling: Sa
         sampler = Scored(sampler, config.vocab_size)
     norm, reader = config.family.norm(config), config.family.reader(config, sampler)
     head = TokenHead(config.hidden_size, padded_vocab(config), norm, site_of(spec, HEAD), reader)
-    return Model(embed, _blocks(spec, cores, rotary), head)
+    return Model(embed, _blocks(spec, cores, rotaries), head)
 
 
-def _blocks(spec: Spec, cores: Cores, rotary: Any, tiles: int = 1) -> tuple[Block, ...]:
+def _blocks(spec: Spec, cores: Cores, rotaries: Rotaries, tiles: int = 1) -> tuple[Block, ...]:
     """The layers, with attention by `cores`, and the MLP in `tiles`."""
     config, heads, site = spec.config, _heads(spec), partial(site_of, spec)
     c, into, onto = config.hidden_size, config.family.into(config), config.family.onto(config)
@@ -117,7 +119,7 @@ def _blocks(spec: Spec, cores: Cores, rotary: Any, tiles: int = 1) -> tuple[Bloc
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
         qkv, o, up, down = (site(f"{at}.{name}") for name in ("attention.qkv", "attention.o", "mlp.up", "mlp.down"))
-        attention = Attention(c, heads, into, qkv, rotary, core, o, onto)
+        attention = Attention(c, heads, into, qkv, rotaries(layer), core, o, onto)
         mlp = Mlp(c, config.intermediate_size, into, up, config.family.activation(config), down, onto)
         found.append(Block(attention, mlp if tiles == 1 else Tiled(mlp, tiles)))
     return tuple(found)
@@ -133,8 +135,8 @@ def _embed(spec: Spec) -> Embed:
     return spec.adapters.embed(spec.config.family.embed(spec.config, embed), spec.config)
 
 
-def _rotary(spec: Spec) -> Rotary:
-    return spec.adapters.rotary(spec.config.family.rotary(spec.config))
+def _rotary(spec: Spec, layer: int) -> Rotary:
+    return spec.adapters.rotary(spec.config.family.rotary(spec.config, layer))
 
 
 def _core(spec: Spec, window: int | None) -> DenseCore:

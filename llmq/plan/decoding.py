@@ -13,6 +13,7 @@ from llmq.blocks.cached import Sampling
 from llmq.blocks.packed import Packing
 from llmq.model.decoder import Model
 from llmq.model.parameters import padded_vocab
+from llmq.model.rope import table_refs
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import build_decoder, build_prompt_reader
 from llmq.plan.spec import Spec
@@ -58,7 +59,7 @@ class DecodingRecordings:
         self.decoding, self._weights = decoding, weights
         self.spec, self.sampling = decoding.spec, decoding.sampling
         spec, config, b = self.spec, self.spec.config, self.spec.batch_size
-        self._rope = Ref("decode.rope", "const", (spec.seq_len, config.head_dim), spec.precision.stat)
+        self._ropes = table_refs(config, spec.seq_len, spec.precision.stat, "decode.")
         kept = (b, spec.seq_len, 2 * config.num_kv_heads * config.head_dim)
         layers = range(config.num_layers)
         cache: dict[Any, Ref] = {n: Ref(f"layers.{n}", "cache", kept, spec.precision.model, n) for n in layers}
@@ -77,7 +78,7 @@ class DecodingRecordings:
     @property
     def cells(self) -> Mapping[str, Any]:
         """Handles of what the engine writes and reads."""
-        return {"decode_rope": self._rope, **self._inputs}
+        return {"decode_ropes": self._ropes, **self._inputs}
 
     def programs(self) -> dict[str, list[Call]]:
         """All of them, by name."""
@@ -98,7 +99,7 @@ class DecodingRecordings:
 
     def _frames(self, model: Model, inputs: Frame, b: int, t: int) -> Frames:
         spec, p = self.spec, self.spec.precision
-        shared = {"batch": inputs, "const": Frame({"rope": self._rope}), "cache": self._cache}
+        shared = {"batch": inputs, "const": Frame(self._ropes), "cache": self._cache}
         return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat)
 
 

@@ -8,6 +8,7 @@ from llmq.blocks.head import Head, LogitsReader
 from llmq.blocks.reading import HiddenHead, TargetScores, WholeLogits
 from llmq.model.decoder import Model
 from llmq.model.parameters import padded_vocab
+from llmq.model.rope import table_refs
 from llmq.ops.record import Call, Recorder
 from llmq.plan.build import build_model, rows_of
 from llmq.plan.passes.fates import Fates
@@ -26,7 +27,7 @@ def plan_reading(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
     backend's. Logits, which are large, are those of one row at a time."""
     spec, config, p = spec.evaluated(), spec.config, spec.precision
     b, t, act = spec.batch_size, spec.seq_len, p.model
-    rope = Ref("read.rope", "const", (t, config.head_dim), p.stat)
+    ropes = table_refs(config, t, p.stat, "read.")
     outputs = {
         "score": Ref("score.score", "batch", (b, t), p.stat),
         "logits": Ref("logits.logits", "batch", (1, t, padded_vocab(config)), act),
@@ -40,14 +41,14 @@ def plan_reading(spec: Spec, scratch_bytes: Scratch | None = None) -> Plan:
     rows = tuple(replace(row, trainable=False) for row in rows_of(spec, models["score"]))
     weights = FetchedWeights(rows, act, act)
     programs: dict[str, Any] = {}
-    cells: dict[str, Any] = {"read_rope": rope}
+    cells: dict[str, Any] = {"read_ropes": ropes}
     for name, model in models.items():
         size = 1 if name == "logits" else b
         shapes = dict.fromkeys(("tokens", "targets", "positions"), (size, t))
         refs = {key: Ref(f"{name}.{key}", "batch", shape, "int32") for key, shape in shapes.items()}
         more = {"hits": Ref("score.hits", "batch", (b, t), "int32")} if name == "score" else {}
         cells[name] = batch = Frame({**refs, **more, name: outputs[name]})
-        shared = {"batch": batch, "const": Frame({"rope": rope})}
+        shared = {"batch": batch, "const": Frame(ropes)}
         frames = Frames(model, shared, size, t, config.hidden_size, act, p.stat)
         programs[name] = finished(name, forms(prune(_inferred(model, frames, weights)), {}))
     persistent = persistent_storages(programs.values(), weights.refs.values(), scratch_bytes)

@@ -9,6 +9,7 @@ from llmq.model import fused_update, optimizer
 from llmq.model.decoder import Model
 from llmq.model.limited_update import LimitedUpdater
 from llmq.model.parameters import HEAD
+from llmq.model.rope import table_refs
 from llmq.ops.record import Call, Recorder
 from llmq.optimizers.rule import MASTER, spaces
 from llmq.plan.build import build_model, rows_of
@@ -95,7 +96,7 @@ class Recordings:
         self.sums, self.evaluated = (_sums(before, self.model.head.reader, p.stat) for before in ("", "evaluate."))
         self.cells = {**self._numbers(), **self.sums, **self.tracked.cells}
         self.always = Ref("always", "cell", (1,), p.stat)
-        self.rope = Ref("rope", "const", (spec.seq_len, spec.config.head_dim), p.stat)
+        self.ropes = table_refs(spec.config, spec.seq_len, p.stat)
         self.batch = self._inputs("batch", spec.batch_size)
         for grads in self.grads.values():
             if isinstance(grads, FusedGrads):
@@ -113,7 +114,7 @@ class Recordings:
 
     def handles(self, cells: Mapping[str, Ref]) -> Frame:
         """What the engine reads and writes beside rows: `cells`, the inputs, what evaluation leaves."""
-        shared = {"always": self.always, "rope": self.rope, "batch": self.batch, "evaluated": Frame(self.evaluated)}
+        shared = {"always": self.always, "ropes": self.ropes, "batch": self.batch, "evaluated": Frame(self.evaluated)}
         return Frame({**cells, **shared, "agreed": Frame(self.ranks.cells(cells))})
 
     @cached_property
@@ -207,7 +208,7 @@ class Recordings:
     def _frames(self, model: Model, inputs: Frame, sums: dict[str, Ref]) -> Frames:
         """Frames of the sequences in `inputs`, whose totals are `sums`."""
         spec, p = self.spec, self.spec.precision
-        shared = {"batch": inputs, "const": Frame({"rope": self.rope}), "total": Frame(sums)}
+        shared = {"batch": inputs, "const": Frame(self.ropes), "total": Frame(sums)}
         b, t = inputs.tokens.shape
         return Frames(model, shared, b, t, spec.config.hidden_size, p.model, p.stat)
 

@@ -178,6 +178,20 @@ def test_what_has_no_table_is_refused(rope, said):
     refused({**LLAMA, "rope_parameters": rope}, said)
 
 
+SMOL = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
+
+
+def test_layers_without_a_rope_are_listed_or_every_so_many():
+    assert read_config(SMOL).unrotated == (3,) and read_config(SMOL).rope.theta == 2e6
+    assert read_config({**SMOL, "no_rope_layer_interval": 2}).unrotated == (1, 3)
+    config = read_config({**SMOL, "no_rope_layers": [0, 1, 1, 0, 1, 1]})
+    assert config.unrotated == (0, 3) and to_hf(config)["no_rope_layers"] == [0, 1, 1, 0, 1]
+    assert [config.table(layer) for layer in range(3)] == ["rope_none", "rope", "rope"]
+    refused({**SMOL, "no_rope_layers": [1, 0]}, "no_rope_layers ([1, 0]): must be a list of 0 or 1 for each of")
+    refused({**SMOL, "no_rope_layer_interval": 0}, "no_rope_layer_interval (0)")
+    refused({**SMOL, "use_sliding_window": True}, "use_sliding_window (True)")
+
+
 def test_all_problems_are_said_at_once():
     refused(
         {"architectures": ["LlamaForCausalLM"], "mlp_bias": True, "hidden_act": "relu", "dtype": "float8"},

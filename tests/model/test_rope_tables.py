@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tiny_engines import plan_of, result_of, tiny
 
 from llmq.model.rope import attention_factor, frequencies, rope_table
 from llmq.model.rope_keys import ROPE_KEYS, RopeConfig
@@ -96,3 +97,20 @@ def test_kinds_that_change_with_the_length_say_where():
     assert "long factors (longrope): rows have 65 tokens, more than 64" in longrope.changes_at(65)
     assert dynamic.changes_at(64) is None and "larger base (dynamic): rows have 65" in dynamic.changes_at(65)
     assert KINDS["yarn"].changes_at(10**6) is None
+
+
+def test_layers_with_a_window_turn_by_a_table_of_their_own():
+    """As a model does that has no other one; only tables that are read are made."""
+    ropes = {"rope": RopeConfig(5e5), "local_rope": RopeConfig(77.0)}
+    local, alone = tiny(windows=(5, 5), **ropes), tiny(windows=(5, 5), rope=RopeConfig(77.0))
+    found, wanted = (result_of(plan_of(config=config)) for config in (local, alone))
+    assert found == wanted
+
+    def tables(config):
+        return {name for name in plan_of(config=config).persistent if name.startswith("const:")}
+
+    assert tables(local) == {"const:rope_local"} and tables(alone) == {"const:rope"}
+    assert tables(tiny(windows=(5, None), **ropes)) == {"const:rope_local", "const:rope"}
+    mixed = tiny(windows=(5, None), unrotated=(1,), **ropes)
+    assert tables(mixed) == {"const:rope_local", "const:rope_none"}
+    assert {"local_rope", "unrotated"} <= mixed.identity().keys() and not {"local_rope"} & alone.identity().keys()
