@@ -2,8 +2,10 @@
 
 import json
 import struct
+import time
 
 BLOCK = 2**15
+PATIENCE_S = 30.0  # W&B's own process writes on after a run is finished here
 
 
 def wandb_records(path):
@@ -16,6 +18,8 @@ def wandb_records(path):
             at += BLOCK - at % BLOCK
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + size > len(data):  # it is not written yet
+            break
         whole, at = whole + data[at + 7 :][:size], at + 7 + size
         if kind in (1, 4):  # whole, or the last piece
             found.append(Record.FromString(whole))
@@ -26,7 +30,13 @@ def wandb_records(path):
 def wandb_run(path):
     """Of such a file: the numbers and tables by step, as W&B merges them, the config, and the summary."""
     steps, config, summary = {}, {}, {}
-    for record in wandb_records(path):
+    ends = time.monotonic() + PATIENCE_S
+    records = wandb_records(path)
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < ends, f"{path} is of no run that has ended"
+        time.sleep(0.01)
+        records = wandb_records(path)
+    for record in records:
         if record.HasField("history"):
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             steps.setdefault(items.pop("_step"), {}).update(items)
