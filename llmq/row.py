@@ -1,18 +1,80 @@
 """A row: one parameter as the engine holds it, and the tensors of files that it is made of."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
 
 from llmq.tensor import Form
 
 
 @dataclass(frozen=True)
+class HeadOrder:
+    """How channels of heads lie in files, where that is not how they are held.
+
+    Rotary embedding turns channel i of a head's first half with channel i of its second. In files the first
+    `rotary_dim` of a head's channels are turned, those of two halves or, `interleaved`, neighbours; the others pass. So
+    it is in the first `turned` heads (None: in all), along `axis` of the tensor. What attention computes does not
+    depend on the order, if queries and keys have the same.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool = False
+    turned: int | None = None
+    axis: int = 0
+
+    def places(self, size: int) -> np.ndarray:
+        """(size,): where each channel of a file is held."""
+        return _places(replace(self, axis=0), size)
+
+
+@lru_cache(maxsize=64)
+def _places(order: HeadOrder, size: int) -> np.ndarray:
+    d, r = order.head_dim, order.rotary_dim
+    turned = np.arange(r).reshape(-1, 2).T if order.interleaved else np.arange(r).reshape(2, -1)
+    held = np.concatenate([turned, np.arange(r, d).reshape(2, -1)], axis=1).reshape(-1)  # by places, those of the file
+    places = np.arange(size).reshape(-1, d)
+    places[: order.turned] = places[: order.turned, :1] + np.argsort(held)
+    return places.reshape(-1)
+
+
+@dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) along axis 0 of a parameter are the tensor `name` of Hugging Face, whole."""
+    """Rows [start, stop) along axis 0 of a parameter are the tensor `name` of Hugging Face, whole: in another `order`
+    there, or `transposed`, (K,N) in place of (N,K)."""
 
     name: str
     start: int
     stop: int
+    order: HeadOrder | None = None
+    transposed: bool = False
+
+    def shape(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """That of the tensor, of a parameter of these axes."""
+        found = (self.stop - self.start, *axes[1:])
+        return found[::-1] if self.transposed else found
+
+    def take(self, whole: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Entries [start, stop) along axis 0 of the tensor, of the whole parameter's value: a view if it can be one."""
+        own = whole[self.start : self.stop]
+        own = own.T if self.transposed else own
+        if self.order is None:
+            return own[start:stop]
+        places = self.order.places(own.shape[self.order.axis])
+        return own[start:stop, places] if self.order.axis else own[places[start:stop]]
+
+    def put(self, whole: np.ndarray, values: np.ndarray, start: int = 0) -> None:
+        """Sets entries of the tensor from `start` on in the whole parameter's value. There may be fewer than it has
+        along each axis."""
+        own = whole[self.start : self.stop]
+        own = own.T if self.transposed else own
+        at: list[slice | np.ndarray] = [slice(start, start + len(values)), *map(slice, values.shape[1:])]
+        if self.order is not None:
+            axis = self.order.axis
+            at[axis] = self.order.places(own.shape[axis])[at[axis]]
+        own[tuple(at)] = values
 
 
 @dataclass(frozen=True)
@@ -49,11 +111,14 @@ class Row:
 
 @dataclass(frozen=True)
 class SublayerRows:
-    """The rows of a sublayer of a layer: `layers.3.attention.norm` here, in files below `model.layers.3`."""
+    """The rows of a sublayer of a layer: `layers.3.attention.norm` here, in files below `model.layers.3`, where some
+    have `orders` and matrices may be `transposed`."""
 
     name: str
     layer: int
     files: str = "model.layers"
+    orders: Mapping[str, HeadOrder] = field(default_factory=dict)  # by names in files, without `.weight`
+    transposed: bool = False
 
     def vector(self, name: str, size: int, file: str) -> Row:
         """The weight (size,) of a norm, which is `file`."""
@@ -75,7 +140,8 @@ class SublayerRows:
     ) -> Row:
         parts, stop = [], 0
         for file, size in files.items():
-            parts.append(Part(f"{self.files}.{self.layer}.{file}", stop, stop + size))
+            order, full = self.orders.get(file.rpartition(".")[0]), f"{self.files}.{self.layer}.{file}"
+            parts.append(Part(full, stop, stop + size, order, self.transposed and len(shape) > 1))
             stop += size
         full = f"layers.{self.layer}.{self.name}.{name}"
         about = (full, shape, tuple(parts), init, len(shape) > 1, self.layer)

@@ -1,5 +1,7 @@
 """Families beyond Llama's against transformers: gradients, runs, folders, greedy tokens."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -16,8 +18,11 @@ from more_families import MORE, ROPES
 from tiny_engines import next_logits
 
 import llmq
+from llmq.adapters.merge import merge
+from llmq.adapters.targets import TAKEN_OUT
 from llmq.data.batches.batch import Batch
 from llmq.files.huggingface import Export, checked_tensors, read_rows
+from llmq.files.source import find_source
 from llmq.model.config import from_folder, read_config, to_hf
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
@@ -109,6 +114,46 @@ def test_an_adapter_is_that_of_peft(tmp_path, monkeypatch, config):
     theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), tokens[None, :LENGTH])
     assert np.linalg.norm(theirs - plain) > 1e-3 * np.linalg.norm(plain), "the adapter does something"
     assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+METHODS = {
+    "dora": {"lora_rank": 2, "dora": True},
+    "biases": {"lora_rank": 2, "lora_bias": "all"},
+    "pissa": {"lora_rank": 2, "lora_init": "pissa"},
+    "olora": {"lora_rank": 2, "lora_init": "olora"},
+    "adalora": {"lora_rank": 2, "adalora": True},
+    "in full": {"lora_rank": 2, "lora_targets": "mlp", "train_also": "q_proj,k_proj,v_proj"},
+    "ia3": {"ia3": "all"},
+    "prefix": {"prefix_tuning": 3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_of_heads_in_another_order(tmp_path, monkeypatch, method):
+    """Their files are PEFT's, and are merged to the same model."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers_judge.empty_model(MORE["glm"] | {"dtype": "float32", "num_hidden_layers": 1}).save_pretrained(
+            "base"
+        )
+    tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
+    options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "out_dir": "out"}
+    llmq.Trainer(model="base", learning_rate=1e-2, **options, **METHODS[method]).train(train=tokens)
+    loaded = llmq.load("base", adapter="out", device="cpu", seq_len=LENGTH)
+    ours, rows = loaded.logits(tokens[None, :LENGTH]), tokens[None, :LENGTH]
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32, attn_implementation="eager")
+    mine = dict(loaded.parameters())
+    whole = {name: value.numpy() for name, value in base.state_dict().items()}
+    assert method in ("in full", "biases", *TAKEN_OUT) or all(np.array_equal(mine[name], whole[name]) for name in whole)
+    plain = transformers_judge.logits_of(base, rows)
+    theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), rows)
+    assert np.linalg.norm(theirs - plain) > 1e-3 * np.linalg.norm(plain), "the adapter does something"
+    assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+    if method != "prefix":
+        merge(find_source("base"), {Path("out"): 1.0}, Path("merged"), dtype="fp32", overwrite=False)
+        merged = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
+        assert np.linalg.norm(transformers_judge.logits_of(merged, rows) - theirs) < 1e-5 * np.linalg.norm(theirs)
 
 
 @EVERY

@@ -79,7 +79,8 @@ class Gains(Method):
         first = targets[0].module
         if targets[0].inward:
             return InputGainLinear(base, first.name, first.inputs, at.stat, FILE)
-        pieces = [GainPiece(t.module.name, t.module.key, t.module.start, t.module.stop) for t in targets]
+        of = [target.module for target in targets]
+        pieces = [GainPiece(m.name, m.key, m.start, m.stop, m.order) for m in of]
         return GainLinear(base, pieces, outputs_of(at.config)[base.name], at.stat, FILE)
 
     def identity(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class Gains(Method):
             "peft_type": "IA3",
             "target_modules": target_names(self.targets, config),
             "feedforward_modules": target_names([target for target in self.targets if target.inward], config),
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": any(target.module.transposed for target in self.targets),
             **in_full_config(self.also, config),
             "init_ia3_weights": True,
         }
@@ -121,7 +122,7 @@ def scaled(modules: Sequence[Module], inward: Collection[str] | None = None) -> 
     UsageError for inputs that several maps share.
     """
     found = tuple(
-        Target(module, 0, 1.0, 1.0, module.key in INWARD if inward is None else module.name in inward)
+        Target(module, 0, 1.0, 1.0, module.site.endswith(INWARD) if inward is None else module.name in inward)
         for module in modules
     )
     if cut := [t for t in found if t.inward and t.module.key in FUSED]:

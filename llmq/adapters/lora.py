@@ -40,7 +40,7 @@ from llmq.files.tensor_files import Stored, norms_of
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import parameter_rows
 from llmq.options.adapters import AdapterOptions
-from llmq.row import Row
+from llmq.row import Part, Row
 from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.dora import DoraLinear
 from llmq.sites.linear import Linear
@@ -167,7 +167,7 @@ class Lora(Method):
         found, first = [], 0
         for target in self.by_site[site]:
             of = target.module
-            place = (of.start, of.stop, first, target.rank, target.scale, target.present)
+            place = (of.start, of.stop, first, target.rank, target.scale, target.present, of.order)
             found.append(LowRank(of.name, of.key, of.inputs, of.outputs, *place))
             first += target.rank
         return found
@@ -243,7 +243,7 @@ class Lora(Method):
             "use_rslora": self.rslora,
             "use_dora": self.dora,
             "init_lora_weights": True if self.init == "kaiming" else self.init,
-            "fan_in_fan_out": False,
+            "fan_in_fan_out": any(target.module.transposed for target in self.targets),
             **in_full_config(self.also, config),
         }
 
@@ -329,11 +329,11 @@ class FirstAdapter:
 
     def beside(self, tensors: Tensors) -> Tensors:
         """The tensors of an adapter of twice the rank: A over the first A, and B beside minus the first B."""
-        for site in self.adapters.by_site:
-            for name, (a, b) in self.site(site)[1].items():
-                down, up = (f"{PREFIX}{name}.lora_{key}.weight" for key in "AB")
-                tensors[down] = np.concatenate([tensors[down], a])
-                tensors[up] = np.concatenate([tensors[up], -b], axis=1)
+        for target in (one for targets in self.adapters.by_site.values() for one in targets):
+            a, b = self.site(target.module.site)[1][target.module.name]
+            down, up = (f"{PREFIX}{target.module.name}.lora_{key}.weight" for key in "AB")
+            tensors[down] = np.concatenate([tensors[down], a])
+            tensors[up] = np.concatenate([tensors[up], -Part(up, 0, len(b), target.module.order).take(b)], axis=1)
         return tensors
 
     def _value(self, row: Row, weight: np.ndarray, pairs: Pairs, targets: Sequence[Target]) -> np.ndarray:

@@ -114,15 +114,17 @@ def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.nda
     for one, weight in ((one, np.float32(one.weight)) for one in changes):
         targets = one.adapters.changed_tensors()
         for part in row.parts:
-            here = value[part.start : part.stop]
+            own = replace(part, transposed=False)  # in the order of adapters' tensors, whatever the model's are
+            here, pure = own.take(value), own.take(base)
             if part.name in one.names:
-                here += weight * (one.read(part.name) - base[part.start : part.stop])
+                read = one.read(part.name)
+                here += weight * ((read.T if part.transposed else read) - pure)
             if target := targets.get(part.name):
-                pure = base[part.start : part.stop]
                 change = one.adapters.change(target, pure, one.read)
                 pieces = tensor_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
                 for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
+            own.put(value, here)
     return value
 
 
@@ -164,7 +166,7 @@ class MergedExport(Export):
         tensors: dict[str, np.ndarray] = {}
         for each in self._of_site.get(row.site or "", ()):
             whole = read(each).reshape(each.part_axes)
-            tensors |= {part.name: whole[part.start : part.stop].astype(np.float32) for part in each.parts}
+            tensors |= {part.name: part.take(whole).astype(np.float32) for part in each.parts}
         return value, tensors
 
     def _merged(self, read: Read, row: Row) -> np.ndarray:

@@ -65,6 +65,7 @@ class PeftConfig(BaseModel):
 
     base_model_name_or_path: str | None = None
     bias: Any = None
+    fan_in_fan_out: Any = None
     lora_dropout: float | None = Field(None, ge=0, lt=1)
     ensure_weight_tying: Any = None
     target_modules: Names = None
@@ -132,7 +133,7 @@ def read_modules(
     problems: list[str] = []
     also = modules_in_full(about, config, problems)
     rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
-    shapes = {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
+    shapes = {part.name: part.shape(row.part_axes) for row in rows for part in row.parts}
     if EMBED_ROW in also and config.tie_embeddings:
         shapes[f"{LM_HEAD}.weight"] = shapes[f"{EMBED}.weight"]
     for name, tensor in tensors.items():
@@ -241,7 +242,7 @@ class AdapterExport(Export):
             write_tensors(path, rows, read, self.dtype)
         else:
             values = ((row, read(row).reshape(row.part_axes)) for row in rows)
-            trained = {part.name: value[part.start : part.stop] for row, value in values for part in row.parts}
+            trained = {part.name: part.take(value) for row, value in values for part in row.parts}
             found = self.stored(trained)
             rows = [Row(name, one.shape, (Part(name, 0, len(one)),), "", decay=False) for name, one in found.items()]
             write_tensors(path, rows, lambda row: found[row.name], self.dtype)

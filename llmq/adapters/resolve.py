@@ -50,7 +50,7 @@ METHODS: Table[type[Method]] = table(
 NAMES_AND_SIZES = re.compile(r"(?<=^missing: )\S+|^(?!missing: )\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
-    *("layer_replication", "fan_in_fan_out", "lora_bias", "trainable_token_indices"),
+    *("layer_replication", "lora_bias", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
 BASE, MERGED = "llmq_base.json", "llmq_merged.json"
@@ -228,7 +228,7 @@ class StoredAdapter:
             row, part = of_part.get(name, of_part[f"{EMBED}.weight"])  # a head that is tied
             ((_, value),) = open_parameters(source, seed)([row])
             theirs = read_tensor(stored)
-            if not np.array_equal(value[part.start : part.stop].astype(theirs.dtype), theirs):
+            if not np.array_equal(part.take(value).astype(theirs.dtype), theirs):
                 raise DataError(
                     f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
                     "give the model with that matrix, or save the adapter with it among modules_to_save"
@@ -264,8 +264,7 @@ class StoredAdapter:
         whole = value.reshape(row.part_axes)
         for part in row.parts:
             if part.name in self.tensors:
-                stored = self.read(part.name)  # of AdaLoRA it may have less: what is kept
-                whole[part.start : part.stop][tuple(map(slice, stored.shape))] = stored
+                part.put(whole, self.read(part.name))  # of AdaLoRA it may have less: what is kept
         return whole.reshape(row.shape)
 
 
@@ -282,6 +281,9 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
     adapters, problems = method.of_peft(about, tensors, config)
     wrong = ((name, tensor.dtype) for name, tensor in tensors.items() if tensor.dtype not in FILE_DTYPES)
     problems += [f"{name} is stored as {dtype}; known are {', '.join(FILE_DTYPES)}" for name, dtype in wrong]
+    # PEFT says so of Conv1D, whose matrices are transposed in files: of other maps it would transpose what is not.
+    if about.fan_in_fan_out and not any(target.module.transposed for target in adapters.targets):
+        problems.append("fan_in_fan_out is true, and the matrices of this model are not transposed")
     base = about.base_model_name_or_path
     if problems:
         said, named = "; ".join(by_kind(problems, NAMES_AND_SIZES)), base or "which its config does not name"

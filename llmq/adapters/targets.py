@@ -14,16 +14,16 @@ from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.model.parameters import EMBED_ROW, HEAD, padded_vocab, parameter_rows
 from llmq.options.adapters import AdapterOptions
-from llmq.row import Row
+from llmq.row import HeadOrder, Row
 
 MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
 LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
 FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
-INWARD = ("down_proj",)  # maps whose inputs IA3 scales
+INWARD = "mlp.down"  # of the layers' sites, whose inputs IA3 scales
 SCALED = f"keeps what a map computes for the backward pass, which the logits are too large for: leave {LM_HEAD} out of"
 TAKEN_OUT = ("pissa", "olora")  # inits whose first product is taken out of the base
-WORDS = {"attention": "self_attn.*_proj", "mlp": "mlp.*_proj"}  # `all` is both
+WORDS = ("attention", "mlp")  # `all` is both
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Module:
     stop: int
     outputs: int
     inputs: int
+    order: HeadOrder | None = None  # of outputs in files
+    transposed: bool = False
 
     @property
     def key(self) -> str:
@@ -76,6 +78,8 @@ def linear_modules(config: ModelConfig) -> tuple[Module, ...]:
             part.stop,
             part.stop - part.start,
             row.shape[1],
+            part.order,
+            part.transposed,
         )
         for row in rows
         for part in row.parts
@@ -97,8 +101,8 @@ def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tu
     """
     every = linear_modules(config)
     wanted = [part.strip() for part in text.split(",")]
-    wanted = [one for part in wanted for one in (WORDS.values() if part == "all" else [WORDS.get(part, part)])]
-    hits = {part: {module.name for module in every if matches(part, module.name)} for part in wanted}
+    wanted = [one for part in wanted for one in (WORDS if part == "all" else [part])]
+    hits = {part: {module.name for module in every if is_meant(part, module)} for part in wanted}
     if unknown := [part or "''" for part, names in hits.items() if not names]:
         keys = ", ".join(dict.fromkeys(module.key for module in every))
         raise UsageError(
@@ -112,6 +116,11 @@ def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tu
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern is a dotted name, or its last parts."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def is_meant(by: str, module: Module) -> bool:
+    """Whether a module is in the sublayers that a word is for, or has such a name."""
+    return f".{by}." in module.site if by in WORDS else matches(by, module.name)
 
 
 def shared(options: AdapterOptions, config: ModelConfig) -> dict[str, Any]:
@@ -173,7 +182,7 @@ def targets(
     found = []
 
     def first(patterns: Mapping[str, Any] | None, module: Module, otherwise: Any) -> Any:
-        hits = (value for key, value in (patterns or {}).items() if matches(WORDS.get(key, key), module.name))
+        hits = (value for key, value in (patterns or {}).items() if is_meant(key, module))
         return next(hits, otherwise)
 
     for module in modules:
@@ -188,7 +197,7 @@ def targets(
         found.append(Target(module, own, own_alpha, scale_of(own, own_alpha, rslora=rslora)))
     for option, patterns in (("--lora-rank-pattern", ranks), ("--lora-alpha-pattern", alphas)):
         for pattern in patterns or {}:
-            if not any(matches(WORDS.get(pattern, pattern), module.name) for module in modules):
+            if not any(is_meant(pattern, module) for module in modules):
                 raise UsageError(f"{option} {pattern}: no linear map with an adapter has such a name")
     return tuple(found)
 

@@ -14,7 +14,7 @@ prefix.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -138,7 +138,8 @@ class Prefix(VirtualTokens):
             if row.layer not in done:
                 done.add(row.layer)
                 name, shape = f"layers.{row.layer}.attention.prefix", (self.num_virtual, prefix_width(config))
-                part = Part(f"model.{name}", 0, self.num_virtual)
+                order = config.rope.order(config.head_dim, config.num_kv_heads)  # of keys, not of the values after them
+                part = Part(f"model.{name}", 0, self.num_virtual, order and replace(order, axis=1))
                 found.append(Row(name, shape, (part,), "unit", decay=True, layer=row.layer, file=FILE))
             found.append(row)
         return found

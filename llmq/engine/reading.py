@@ -79,7 +79,7 @@ class ModelReader(StoredPlan):
         """Every tensor of the model by its name in files (a copy, on the host)."""
         for row in self.plan.rows:
             values = self.parameter(row.name).reshape(row.part_axes)
-            yield from ((part.name, values[part.start : part.stop]) for part in row.parts)
+            yield from ((part.name, part.take(values)) for part in row.parts)
 
     def _run(self, name: str, tokens: Any, targets: Any) -> Any:
         batch = self._cells[name]

@@ -102,8 +102,7 @@ def read_rows(stored: Mapping[str, Stored], rows: Iterable[Row]) -> Iterator[tup
         value = np.zeros(row.part_axes, DTYPES[types.pop() if len(types) == 1 else "fp32"])
         for part in row.parts:
             for start, stop in tensor_files.chunks(stored[part.name].shape):
-                read = tensor_files.read_rows(stored[part.name], start, stop)
-                value[part.start + start : part.start + stop] = read
+                part.put(value, tensor_files.read_rows(stored[part.name], start, stop), start)
         yield row, value.reshape(row.shape)
 
 
@@ -214,7 +213,7 @@ def export_bytes(rows: Sequence[Row], dtype: str) -> int:
 
 
 def _shapes(rows: Sequence[Row]) -> dict[str, tuple[int, ...]]:
-    return {part.name: (part.stop - part.start, *row.part_axes[1:]) for row in rows for part in row.parts}
+    return {part.name: part.shape(row.part_axes) for row in rows for part in row.parts}
 
 
 def _pieces(rows: Sequence[Row], dtype: str) -> list[Piece]:
@@ -299,9 +298,8 @@ def _slices(rows: Sequence[Row], read: Callable[[Row], np.ndarray], dtype: str) 
 def _row_slices(row: Row, value: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     assert value.shape == row.shape, f"{row.name} has shape {value.shape}, not {row.shape}"
     for part in row.parts:
-        whole = value.reshape(row.part_axes)[part.start : part.stop]
-        for start, stop in tensor_files.chunks(whole.shape):
-            piece = whole[start:stop]
+        for start, stop in tensor_files.chunks(part.shape(row.part_axes)):
+            piece = part.take(value.reshape(row.part_axes), start, stop)
             with np.errstate(over="ignore"):
                 stored = piece.astype(DTYPES[dtype], copy=False)
             if dtype == "fp16" and (np.isinf(stored) & ~np.isinf(piece)).any():

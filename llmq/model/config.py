@@ -100,6 +100,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
         ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
     ),
+    "lm_head_bias": ((None, False), "a bias of the head is not supported"),
     "use_mrope": ((None, False), "multimodal rotary embedding is not supported"),
     "attn_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),
     "final_logit_softcapping": ((None, 0), "logit softcapping is not supported for this architecture"),

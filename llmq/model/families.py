@@ -25,7 +25,7 @@ from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH,
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Into, Onto
-from llmq.row import Part, Row, SublayerRows
+from llmq.row import HeadOrder, Part, Row, SublayerRows
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -241,17 +241,27 @@ class Family:
         factor = config.scales.embedding_multiplier
         return embed if factor == 1 else ScaledEmbed(embed, config.hidden_size, factor)
 
+    def orders(self, config: ModelConfig) -> dict[str, HeadOrder]:
+        """The tensors of attention whose channels are held in another order than in files."""
+        heads, (first, *others) = self.heads(config), self.wiring.names.qkv
+        of_heads = [heads.num_heads + heads.num_kv_heads, None, None, None]  # of a fused one all but the values
+        named = zip(
+            (first, *others[:1], "self_attn.q_norm", "self_attn.k_norm"), of_heads[bool(others) :], strict=False
+        )
+        found = {name: config.rope.order(config.head_dim, turned) for name, turned in named}
+        return {name: order for name, order in found.items() if order is not None}
+
     def rows(self, config: ModelConfig, layer: int) -> Iterator[Row]:
         """The parameters of a layer, in the order of the forward pass."""
         c, f, names, heads = config.hidden_size, config.intermediate_size, self.wiring.names, self.heads(config)
         q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        at = SublayerRows("attention", layer, names.layers)
+        at = SublayerRows("attention", layer, names.layers, self.orders(config), self.wiring.transposed)
         yield from self.into(config).rows(at, c, names.attention_norm)
         yield from at.linear("qkv", c, _sizes(names.qkv, q, kv, kv), bias=config.qkv_bias)
         yield from self.rotary(config, layer).rows(at)
         yield from at.linear("o", q, {names.o: c}, init="residual")
         yield from self.onto(config).rows(at, c, names.attention_post_norm)
-        at = SublayerRows("mlp", layer, names.layers)
+        at = SublayerRows("mlp", layer, names.layers, transposed=self.wiring.transposed)
         yield from self.into(config).rows(at, c, names.mlp_norm)
         yield from at.linear("up", c, _sizes(names.up, f, f))
         yield from at.linear("down", f, {names.down: c}, init="residual")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator
 
 from llmq.model.families import ConfigKeys, Family, Mistral, Qwen, UnrotatedKeys
 from llmq.model.key_types import Positive
@@ -27,6 +27,18 @@ class Granite(Family):
     """Llama with multipliers."""
 
     keys = GraniteKeys
+
+
+class GlmKeys(ConfigKeys):
+    """Those of GLM 4, with biases unless a key says otherwise."""
+
+    qkv_bias: bool = Field(True, alias="attention_bias")
+
+
+class Glm(Family):
+    """Llama with a partial rotary embedding of neighbours."""
+
+    keys = GlmKeys
 
 
 def without_window(value: Any) -> bool:
@@ -81,7 +93,16 @@ FAMILIES: Table[Family] = table(
             {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000, "rms_norm_eps": 1e-5}
             | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
             rope_kinds={"su": "longrope", "yarn": "longrope"},
+            partial=True,
             wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
+        ),
+        "GlmForCausalLM": Glm(
+            "glm",
+            {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
+            | {"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+            partial=True,
+            interleaved=True,
+            wiring=Wiring(Names(up=("mlp.gate_up_proj",))),
         ),
         "GraniteForCausalLM": Granite("granite", _ENDS),
         "SmolLM3ForCausalLM": SmolLm3(

@@ -15,7 +15,7 @@ initializer_range max_window_layers output_attentions output_hidden_states outpu
 return_dict sliding_window_size tie_encoder_decoder tie_weights torchscript tf_legacy_loss use_bfloat16 use_cache
 use_flash_attention use_flash_attention_2 use_flash_attn use_sliding_window keys_to_ignore_at_inference
 fused_ops fused_cross_entropy fused_norm fused_swiglu fused_mlp
-cross_attention_hidden_size
+cross_attention_hidden_size full_attn_mod interpolate_factor
 """
 _GENERATING = """
 assistant_confidence_threshold bad_words_ids begin_suppress_tokens compile_config constraints disable_compile

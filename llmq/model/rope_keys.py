@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationInfo
 
 from llmq.model.key_types import Factor, Positive, Size
+from llmq.row import HeadOrder
 
 ROPE, LOCAL, NONE = "rope", "rope_local", "rope_none"  # constants of a run: of most layers, of those with a window
 
@@ -46,6 +47,11 @@ class RopeConfig:
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are turned."""
         return int(head_dim * self.partial)
+
+    def order(self, head_dim: int, turned: int | None = None) -> HeadOrder | None:
+        """How the channels of heads lie in files, of which the first ones are `turned` (None: all); None: as here."""
+        share = self.rotary_dim(head_dim)
+        return HeadOrder(head_dim, share, self.interleaved, turned) if self.interleaved or share < head_dim else None
 
     def identity(self) -> dict[str, Any]:
         """What its table is made of, in a checkpoint: of most only what is no default."""

@@ -29,10 +29,11 @@ class Names:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The facts. `activation` is that of the MLP's gate."""
+    """The facts. `activation` is that of the MLP's gate; the layers' matrices may be `transposed` in files, (K,N)."""
 
     names: Names = Names()
     activation: str = "silu"
+    transposed: bool = False
 
 
 LLAMA = Wiring()

@@ -35,7 +35,7 @@ class AdaLoraAdapter(LoraAdapter):
     def rows(self, layer: int | None) -> Iterator[Row]:
         """A and E of all pieces, and the B of each, as PEFT names them."""
         for row in super().rows(layer):
-            parts = (Part(part.name.removesuffix(".weight"), part.start, part.stop) for part in row.parts)
+            parts = (replace(part, name=part.name.removesuffix(".weight")) for part in row.parts)
             yield replace(row, parts=tuple(parts))
         values = tuple(Part(f"{piece.name}.lora_E", piece.first, piece.first + piece.rank) for piece in self.pieces)
         about = (f"{self.name}.lora_e", (self.rank,), values, "zeros", False)

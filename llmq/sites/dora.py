@@ -53,7 +53,7 @@ class DoraLinear:
         """Those of the adapter, and the magnitudes of each piece."""
         found = list(self.base.rows(rows))
         for piece in self.lora.pieces:
-            part = Part(f"{piece.name}.lora_magnitude_vector", 0, piece.outputs)
+            part = Part(f"{piece.name}.lora_magnitude_vector", 0, piece.outputs, piece.order)
             shape, layer, name = (piece.stop - piece.start,), found[0].layer, f"{self.name}.lora_m.{piece.key}"
             found.append(Row(name, shape, (part,), "norms", False, layer, dtype=self.dtype, file=self.lora.file))
         return tuple(found)

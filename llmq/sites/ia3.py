@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmq.protocols import Ops, Parameters, Slots
-from llmq.row import Part, Row
+from llmq.row import HeadOrder, Part, Row
 from llmq.sites.linear import Linear
 from llmq.sites.outputs import fill_gains, gaps
 from llmq.tensor import Ref, Slot
@@ -22,6 +22,7 @@ class GainPiece:
     key: str
     start: int
     stop: int
+    order: HeadOrder | None = None  # of outputs in files
 
 
 class GainLinear:
@@ -43,7 +44,7 @@ class GainLinear:
         found = list(self.base.rows(rows))
         for piece in self.pieces:
             count, layer, name = piece.stop - piece.start, found[0].layer, f"{self.name}.ia3.{piece.key}"
-            part = Part(f"{piece.name}.ia3_l", 0, count)
+            part = Part(f"{piece.name}.ia3_l", 0, count, piece.order)
             # A vector here, as kernels read gains in pairs; PEFT's files have a column, (N,1).
             row = Row(name, (count,), (part,), "ones", False, layer, dtype=self.dtype, file=self.file)
             found.append(replace(row, is_column=True))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llmq.protocols import Ops, Parameters, Slots
-from llmq.row import Part, Row
+from llmq.row import HeadOrder, Part, Row
 from llmq.tensor import Ref, Slot
 
 Some = TypeVar("Some", Ref, Ref | None)
@@ -42,6 +42,7 @@ class LowRank:
     rank: int
     scale: float
     present: int = 0  # of AdaLoRA: leading rows of A that are there; others are zero, and stay so
+    order: HeadOrder | None = None  # of outputs in files
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class LoraAdapter:
         shape = (self.rank, self.pieces[0].inputs)
         yield Row(f"{self.name}.lora_a", shape, tuple(down), self.init, True, layer, file=self.file)
         for piece in self.pieces:
-            up = Part(f"{piece.name}.lora_B.weight", 0, piece.outputs)
+            up = Part(f"{piece.name}.lora_B.weight", 0, piece.outputs, piece.order)
             name, shape = f"{self.name}.lora_b.{piece.key}", (piece.stop - piece.start, piece.rank)
             yield Row(name, shape, (up,), init_b, True, layer, file=self.file)
 

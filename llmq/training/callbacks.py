@@ -275,7 +275,7 @@ class Run:
             for part in row.parts:
                 if part.name == name:
                     whole = self._ask("parameter", row.name).reshape(row.part_axes)
-                    return whole[part.start : part.stop].astype(np.float32)
+                    return part.take(whole).astype(np.float32)
         raise KeyError(f"{name} is no parameter of the model")
 
     def _ask(self, what: str, *about: Any, own: Any = None) -> Any:

@@ -45,7 +45,7 @@ def value_of(row: Row, weights: dict[str, np.ndarray]) -> np.ndarray:
     """A row's value, from weights by their names in files."""
     value = np.zeros(row.shape)
     for part in row.parts:
-        value.reshape(row.part_axes)[part.start : part.stop] = weights[part.name]
+        part.put(value.reshape(row.part_axes), weights[part.name])
     return value
 
 
@@ -77,7 +77,7 @@ def by_name(engine: Engine, read: Callable[[str], np.ndarray]) -> dict[str, np.n
             values = read(row.name).astype(np.float64)
             assert not values[row.parts[-1].stop :].any(), f"{row.name}: padding is not zero"
             values = values.reshape(row.part_axes)
-            named.update({part.name: values[part.start : part.stop] for part in row.parts})
+            named.update({part.name: part.take(values) for part in row.parts})
     return named
 
 
