@@ -1,4 +1,5 @@
-// RMSNorm of each query and key head over its HD channels (Qwen3) and its weight + OFFSET, values unchanged; and its gradient.
+// RMSNorm of each query and key head over its HD channels (Qwen3), times weight + OFFSET, values unchanged; and its
+// gradient.
 //
 // LANES lanes own a head of a row, N channels in each lane. Forward: heads of all rows lie side by side, so a warp reads one
 // run of memory. Backward: a block owns 256 rows of as many heads as fill about 128 columns, so that column sums and the

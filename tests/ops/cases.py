@@ -211,6 +211,29 @@ def rmsnorm_backward(d: Draw, s: Sizes) -> Made:
     return {"outputs": {"d_out": "btc", "d_weight": "c"}, "inputs": inputs, "stat": "rstd"}
 
 
+def layernorm_backward(d: Draw, s: Sizes) -> Made:
+    res = d.normal("btc")
+    d_x, d_res = d.normal((2, *res.shape))
+    stats = {"mean": res.mean(axis=-1), "rstd": 1 / res.std(axis=-1)}
+    inputs = {"d_x": d_x, "d_res": d_res, "res": res, "weight": d.normal("c"), **stats}
+    return {"outputs": {"d_out": "btc", "d_weight": "c", "d_bias": "c"}, "inputs": inputs, "stat": "mean rstd"}
+
+
+def wide_qk_norm_forward(d: Draw, s: Sizes) -> Made:
+    inputs = {"qkv": d.normal("btq"), "q_weight": d.normal((s.hq * s.hd,)), "k_weight": d.normal((s.hkv * s.hd,))}
+    outputs = {"out": "btq", "rstd": (s.b, s.t, 2)}
+    return {"outputs": outputs, "inputs": inputs, "numbers": {**s.heads, "eps": 1e-6}, "stat": "rstd"}
+
+
+def wide_qk_norm_backward(d: Draw, s: Sizes) -> Made:
+    read = wide_qk_norm_forward(d, s)["inputs"]
+    parts = np.split(read["qkv"], [s.hq * s.hd, (s.hq + s.hkv) * s.hd], axis=-1)[:2]
+    rstd = np.stack([1 / np.sqrt(np.mean(part * part, axis=-1)) for part in parts], axis=-1)
+    outputs = {"d_qkv": "btq", "d_q_weight": (s.hq * s.hd,), "d_k_weight": (s.hkv * s.hd,)}
+    inputs = {"d_out": d.normal("btq"), **read, "rstd": rstd}
+    return {"outputs": outputs, "inputs": inputs, "numbers": s.heads, "stat": "rstd"}
+
+
 def qk_norm_forward(d: Draw, s: Sizes) -> Made:
     inputs = {"qkv": d.normal("btq"), "q_weight": d.normal("h"), "k_weight": d.normal("h")}
     outputs = {"out": "btq", "rstd": (s.b, s.t, s.hq + s.hkv)}
@@ -440,6 +463,12 @@ CASES: dict[str, Maker] = {
     "softcap_forward": plain({"y": "btc"}, {"x": "btc"}, cap=2.0, factor=1.5),
     "softcap_backward": plain({"d_x": "btc"}, {"d_y": "btc", "y": uniform(-1, 1, "btc")}, cap=2.0, factor=1.5),
     "rmsnorm_forward": plain({"x": "btc", "rstd": "bt"}, {"res": "btc", "weight": "c"}, "rstd", eps=1e-5),
+    "post_norm_forward": plain(
+        {"out": "btc", "rstd": "bt"}, {"x": "btc", "weight": "c", "residual": "btc"}, "rstd", eps=1e-5
+    ),
+    "layernorm_forward": plain(
+        {"x": "btc", "mean": "bt", "rstd": "bt"}, {"res": "btc", "weight": "c", "bias": "c"}, "mean rstd", eps=1e-5
+    ),
     "rope_forward": lambda d, s: rope(d, s, "out", "qkv"),
     "rope_backward": lambda d, s: rope(d, s, "d_qkv", "d_out"),
     "rope_heads_forward": lambda d, s: rope_heads(d, s, ("out_q", "out_k"), ("q", "k")),

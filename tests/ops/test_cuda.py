@@ -42,7 +42,7 @@ SUMS = {
     "d_weight": ("d_x", "res", "rstd", "d_res"),
     "d_q_weight": ("d_out", "qkv", "rstd"),
     "d_k_weight": ("d_out", "qkv", "rstd"),
-    "d_bias": ("d_y",),
+    "d_bias": ("d_y", "d_x"),
     "d_gain": ("d_y", "x"),
     "partials": ("grad",),
     "d_virtual": ("d_out",),
@@ -140,6 +140,7 @@ def test_a_loss_of_ones_own_equals_the_reference(size):
     check(make("own_loss", SIZES[size]), "fp32")
 
 
+OF_LAYERNORM = ("layernorm_forward", "layernorm_backward")
 DTYPES_HERE, HEADS = ("bf16", "fp32"), ("rope_forward", "rope_backward", "qk_norm_forward", "qk_norm_backward")
 # op, changed sizes, dtypes
 OTHER_SHAPES = [
@@ -151,6 +152,9 @@ OTHER_SHAPES = [
         for v, vp in ((151936, 151936), (32000, 32000), (100003, 100096), (400000, 400000))
     ),
     *((f"rmsnorm_{way}ward", {"c": c}, ("bf16",)) for way in ("for", "back") for c in (1536, 2560, 3584, 5120, 8192)),
+    *((op, {"c": c}, ("bf16",)) for op in ("post_norm_forward", *OF_LAYERNORM) for c in (2560, 8192)),
+    # more columns than a block takes at once, and queries wider than keys
+    *((f"wide_qk_norm_{way}ward", {"hq": 18, "hkv": 2, "hd": 256}, DTYPES_HERE) for way in ("for", "back")),
     *((op, {"hd": hd}, ("bf16",)) for op in HEADS for hd in (32, 96, 128, 256)),
     # heads whose half is odd the rotary embedding has in fp32 only
     *((op, {"hd": hd}, ("fp32",) if "rope" in op else DTYPES_HERE) for op in HEADS for hd in (6, 18, 34)),
@@ -174,9 +178,12 @@ def test_gradients_and_sums_accumulate(op, dtype):
 
 
 @gpu
-@pytest.mark.parametrize(("op", "names"), [("rmsnorm_backward", 1), ("qk_norm_backward", 2)])
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [("rmsnorm_backward", 1), ("qk_norm_backward", 2), ("layernorm_backward", 2), ("wide_qk_norm_backward", 2)],
+)
 def test_the_gradient_of_a_norm_weight_accumulates_in_fp32(op, names):
-    """The first output is written, the weights' gradients, of another dtype, are added to."""
+    """And of its bias. The first output is written, the weights' gradients, of another dtype, are added to."""
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
     for name in list(outputs)[1:]:
@@ -189,7 +196,10 @@ def test_the_gradient_of_a_norm_weight_accumulates_in_fp32(op, names):
 
 
 @gpu
-@pytest.mark.parametrize("op", ["embedding_backward", "rmsnorm_backward", "qk_norm_backward", "sum_squares"])
+@pytest.mark.parametrize(
+    "op",
+    [f"{name}_backward" for name in ("embedding", "rmsnorm", "layernorm", "qk_norm", "wide_qk_norm")] + ["sum_squares"],
+)
 def test_the_same_call_gives_the_same_bits(op):
     case = make(op, SIZES["large"])
     runs = [run_gpu(case, outputs_of(case, "bf16"), inputs_of(case, "bf16")) for _ in range(3)]
@@ -301,10 +311,12 @@ def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
     check(case, "fp32")
 
 
+IN_PLACE = ["cross_entropy", "dropout", "embedding_noise", "rope_forward", "rope_backward", "rmsnorm_backward"]
+IN_PLACE += ["layernorm_backward", "post_norm_forward", "wide_qk_norm_backward"]
+
+
 @gpu
-@pytest.mark.parametrize(
-    "op", ["cross_entropy", "dropout", "embedding_noise", "rmsnorm_backward", "rope_forward", "rope_backward"]
-)
+@pytest.mark.parametrize("op", IN_PLACE)
 def test_an_output_may_take_the_memory_of_its_input(op):
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
@@ -314,10 +326,13 @@ def test_an_output_may_take_the_memory_of_its_input(op):
         assert all(same_bytes(got[n], plain[n]) for n in got)
 
 
+UNWANTED = [("cross_entropy", "d_logits"), ("rmsnorm_backward", "d_out"), ("rmsnorm_backward", "d_weight")]
+UNWANTED += [("post_norm_forward", "out"), *(("layernorm_backward", name) for name in ("d_out", "d_weight", "d_bias"))]
+UNWANTED += [("wide_qk_norm_forward", "out"), *(("wide_qk_norm_backward", name) for name in ("d_qkv", "d_q_weight"))]
+
+
 @gpu
-@pytest.mark.parametrize(
-    ("op", "unwanted"), [("cross_entropy", "d_logits"), ("rmsnorm_backward", "d_out"), ("rmsnorm_backward", "d_weight")]
-)
+@pytest.mark.parametrize(("op", "unwanted"), UNWANTED)
 def test_an_unwanted_output_changes_no_other(op, unwanted):
     case = make(op, SIZES["large"])
     inputs, outputs = inputs_of(case, "bf16"), outputs_of(case, "bf16")
@@ -327,13 +342,16 @@ def test_an_unwanted_output_changes_no_other(op, unwanted):
 
 
 @gpu
-def test_rmsnorm_backward_without_a_residual():
-    case = make("rmsnorm_backward", SIZES["odd"])
-    case.inputs["d_res"] = None
+@pytest.mark.parametrize(
+    ("op", "name"), [("rmsnorm_backward", "d_res"), ("layernorm_backward", "d_res"), ("layernorm_forward", "bias")]
+)
+def test_norms_without_a_residual_or_a_bias(op, name):
+    case = make(op, SIZES["odd"])
+    case.inputs[name] = None
     check(case, "bf16")
 
 
-OF_NORMS = ("rmsnorm_forward", "rmsnorm_backward", "qk_norm_forward", "qk_norm_backward")
+OF_NORMS = ("rmsnorm_forward", "rmsnorm_backward", "post_norm_forward", "qk_norm_forward", "qk_norm_backward")
 
 
 @gpu

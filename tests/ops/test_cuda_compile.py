@@ -55,17 +55,21 @@ REGISTERS = {
             "rope_heads scale_columns_sum square sum_weight swiglu_apart_backward swiglu_apart_forward "
             "virtual_tokens_sum"
         ),
-        48: "dropout embedding_forward fold importance_of_columns importance_of_rows qk_norm_forward sum_pieces",
+        48: (
+            "dropout embedding_forward fold importance_of_columns importance_of_rows qk_norm_forward sum_pieces "
+            "wide_qk_norm_forward"
+        ),
         56: "held_amax transpose unpack",
         64: (
             "column_amax embedding_add embedding_group embedding_write error_parts finish nest orthogonality "
-            "output_gain quantize_rows sample scale_columns_forward sum_weights"
+            "output_gain quantize_rows sample scale_columns_forward sum_weights "
+            "wide_qk_norm_backward"
         ),
         80: "cross_entropy",
-        96: "cast rmsnorm_forward token_linear",
+        96: "cast post_norm_forward layernorm_forward rmsnorm_forward token_linear",
         112: "sgd",
         128: "adamw attend qk_norm_backward quantize_tiles rope scale_columns_backward swiglu_backward swiglu_forward",
-        208: "rmsnorm_backward",
+        208: "layernorm_backward rmsnorm_backward",
         218: "swiglu_low_rank_backward",  # of rank 32; 128 of rank 16
         242: "low_rank_backward",  # of rank 32; 128 of rank 16
     }.items()
@@ -84,7 +88,7 @@ def static(entry: str, constants: dict[str, Any], dynamic: int) -> int:
     of_amax = 128 * bool(constants.get("FORMS", 0) & launch.AMAX)
     if dynamic and entry == "swiglu_low_rank_backward":
         return of_amax
-    if not dynamic or not entry.startswith("rmsnorm"):
+    if not dynamic or not entry.startswith(("rmsnorm", "post_norm", "layernorm")):
         return 0
     groups, group = constants["GROUPS"], constants["GROUP"]
     return 8 * groups * group * (group > 1) + of_amax
@@ -272,6 +276,12 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         rstd = out((b, t, hq + hkv), "fp32", None)
         for offset in (0.0, 1.0):
             ops.qk_norm_forward(out(qkv, dtype, None), rstd, *normed, **heads, eps=1e-6, offset=offset)
+        wide, parts = [read((count * hd,)) for count in (hq, hkv)], noted.tensor((b, t, 2), "fp32")
+        ops.wide_qk_norm_forward(
+            out(qkv, dtype, None), out((b, t, 2), "fp32", None), read(qkv), *wide, **heads, eps=1e-6
+        )
+        sums = [out((count * hd,), dtype, None) for count in (hq, hkv)]
+        ops.wide_qk_norm_backward(out(qkv, dtype, None), *sums, read(qkv), read(qkv), *wide, parts, **heads)
         weights = (out((hd,), dtype, None), out((hd,), dtype, None))
         stat = noted.tensor((b, t, hq + hkv), "fp32")
         ops.bias_backward(out((width,), dtype, None), noted.tensor(qkv, "fp32", COLSUM))
@@ -349,6 +359,13 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)
             grad = (out(x, dtype, *forms), out((c,), dtype, None))
             ops.rmsnorm_backward(*grad, read(x), read(x), *norm, noted.tensor((b, t), "fp32"))
+            ops.post_norm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, read(x), eps=1e-6)
+            stats = [out((b, t), "fp32", None) for _ in "ms"]
+            kept = [noted.tensor((b, t), "fp32") for _ in "ms"]
+            for bias in (None, read((c,))):
+                ops.layernorm_forward(out(x, dtype, *forms), *stats, *norm, bias, eps=1e-6)
+                d_bias = out((c,), dtype, *([] if bias is None else [None]))
+                ops.layernorm_backward(*grad, d_bias, read(x), read(x), *norm, *kept)
             ops.swiglu_forward(out((b, t, f), dtype, *forms), read(up))
             ops.swiglu_backward(out(up, dtype, *forms), read((b, t, f)), read(up))
             d_gain = (out((c,), "fp32", None), read(x), read(x), noted.tensor((c,), "fp32"))

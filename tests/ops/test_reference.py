@@ -16,7 +16,8 @@ from .cases import CASES, LARGE, ODD, make
 SIZES = pytest.mark.parametrize("size", [ODD, LARGE], ids=["odd", "large"])
 EVERY_OP = pytest.mark.parametrize("op", OPS)
 ACCUMULATED = [(op, "d_weight") for op in ("embedding_backward", "rmsnorm_backward", "linear_wgrad")]
-ACCUMULATED += [("qk_norm_backward", "d_q_weight"), ("qk_norm_backward", "d_k_weight"), ("low_rank_backward", "d_up")]
+ACCUMULATED += [(op, f"d_{x}_weight") for op in ("qk_norm_backward", "wide_qk_norm_backward") for x in "qk"]
+ACCUMULATED += [("layernorm_backward", "d_weight"), ("layernorm_backward", "d_bias"), ("low_rank_backward", "d_up")]
 ACCUMULATED += [("bias_backward", "d_bias"), *(("loss_sum", name) for name in ("loss_total", "num_tokens", "num_hits"))]
 ACCUMULATED += [("sum_pieces", "out"), ("virtual_tokens_backward", "d_virtual")]
 SHARED = [(op, out, given) for op in OPS for out, given in seam.record(op).shares.items()]

@@ -39,15 +39,13 @@ def qk_norm_forward(
     rstd.write(s)
 
 
-def _value_heads(call: Arguments) -> int:
+def value_heads(call: Arguments) -> int:
     """Bytes of the value heads of qkv: their gradients are copied from d_out."""
     heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
     return stored_bytes(call.reads["qkv"]) * kv_heads // (heads + 2 * kv_heads)
 
 
-@op(
-    family="norms", forms={"d_qkv"}, untouched=_value_heads, temporaries=elementwise("d_qkv", 5, "qkv", "d_out", held=3)
-)
+@op(family="norms", forms={"d_qkv"}, untouched=value_heads, temporaries=elementwise("d_qkv", 5, "qkv", "d_out", held=3))
 def qk_norm_backward(
     d_qkv: Output,
     d_q_weight: Output,
