@@ -8,10 +8,16 @@ import numpy as np
 from llmq.operands import Output, Tensor
 from llmq.ops.reference.qk_norm import value_heads
 from llmq.ops.seam import op
-from llmq.ops.temporaries import elementwise
+from llmq.ops.temporaries import Temporaries
 
 
-@op(family="norms", temporaries=elementwise("out", 2, "qkv"))
+def _temporaries(a: Temporaries, arrays: int) -> int:
+    """The packed heads as they are made, and `arrays` of the queries alone, which are no fewer than the keys."""
+    heads, kv_heads = a.numbers["num_heads"], a.numbers["num_kv_heads"]
+    return a.copies("qkv") + a.size("qkv") + arrays * a.size("qkv") * heads // (heads + 2 * kv_heads)
+
+
+@op(family="norms", temporaries=lambda a: _temporaries(a, 1))
 def wide_qk_norm_forward(
     out: Output,
     rstd: Output,
@@ -38,7 +44,7 @@ def wide_qk_norm_forward(
     rstd.write(s)
 
 
-@op(family="norms", shares={"d_qkv": "d_out"}, untouched=value_heads, temporaries=elementwise("d_qkv", 4, "qkv"))
+@op(family="norms", shares={"d_qkv": "d_out"}, untouched=value_heads, temporaries=lambda a: _temporaries(a, 2))
 def wide_qk_norm_backward(
     d_qkv: Output,
     d_q_weight: Output,
