@@ -1,4 +1,5 @@
-// SwiGLU: act = silu(gate) * up over (rows, F), gate and up being the halves of gate_up (rows, 2F); and its gradient.
+// SwiGLU: act = silu(gate) * up over (rows, F), gate and up being the halves of gate_up (rows, 2F); and its gradient. Other
+// activations may take silu's place.
 //
 // A block owns a tile of 32 rows and 32*N columns of each half, of 128 rows and 128 columns to transpose, 256 rows where
 // column sums are wanted; a lane owns N columns, in 16 bytes, of two neighbouring rows at a time. The transposed fp8 form
@@ -8,8 +9,9 @@
 // layouts in place of the value 4126 and 3960, 97% and 96%.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T (float or bf16), F, N (numbers per access), FORMS and E4M3 (forms.cuh)
+// Constants: T (float or bf16), F, N (numbers per access), ACTIVATION (activation.cuh), FORMS and E4M3 (forms.cuh)
 
+#include "activation.cuh"
 #include "common.cuh"
 #include "constants"
 #include "forms.cuh"
@@ -57,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
                     gate[i][odd].get(g);
                     up[i][odd].get(v);
 #pragma unroll
-                    for (int j = 0; j < N; j++) v[j] *= g[j] * sigmoid(g[j]);
+                    for (int j = 0; j < N; j++) v[j] *= Activated<ACTIVATION>(g[j]).value;
                     sink.put((first + row) * F, v, bytes[odd]);
 #pragma unroll
                     for (int j = 0; j < N; j++) sums[j] += v[j];
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     sink.finish();
 }
 
-// d_up = d_act * silu(gate); d_gate = d_act * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
+// d_up = d_act * activation(gate); d_gate = d_act * up times the activation's slope at gate
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     swiglu_backward(OUTPUT_PARAMETERS(T, d_gate_up), const T* d_act, const T* gate_up, i64 rows) {
     __shared__ __align__(128) u8 tile[2 * TILE_BYTES];
@@ -121,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
                     d[i][odd].get(v);
 #pragma unroll
                     for (int j = 0; j < N; j++) {
-                        float s = sigmoid(g[j]), silu = s * g[j];
-                        g[j] = v[j] * u[j] * (s + silu * (1.0f - s));
-                        u[j] = v[j] * silu;
+                        Activated<ACTIVATION> of_gate(g[j]);
+                        g[j] = v[j] * u[j] * of_gate.slope();
+                        u[j] = v[j] * of_gate.value;
                     }
                     sink.put((first + row) * 2 * F, g, gate_bytes[odd]);
                     sink.put((first + row) * 2 * F + F, u, up_bytes[odd]);

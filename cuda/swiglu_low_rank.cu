@@ -7,8 +7,10 @@
 // columns.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: FORMS and E4M3 (forms.cuh; no COPY, COL or SUMS), R (16 or 32), TILES, STAGES, BLOCKS (to a multiprocessor)
+// Constants: ACTIVATION (activation.cuh), FORMS and E4M3 (forms.cuh; no COPY, COL or SUMS), R (16 or 32), TILES, STAGES, BLOCKS
+// (to a multiprocessor)
 
+#include "activation.cuh"
 #include "common.cuh"
 #include "constants"
 #include "forms.cuh"
@@ -98,9 +100,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 load(at, d), load(at + TILE_BYTES / 2, gate), load(at + TILE_BYTES, up);
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
-                    float s = sigmoid(gate[j]), silu = s * gate[j];
-                    gate[j] = d[j] * up[j] * (s + silu * (1.0f - s));
-                    up[j] = d[j] * silu;
+                    Activated<ACTIVATION> of_gate(gate[j]);
+                    gate[j] = d[j] * up[j] * of_gate.slope();
+                    up[j] = d[j] * of_gate.value;
                 }
                 if (i * STEP < left) {
                     u32 bytes[2];

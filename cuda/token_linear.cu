@@ -1,6 +1,6 @@
 // y (M, ROWS) = weight (ROWS, K) x^T + bias + residual for the M <= 4 tokens of a step of generation, bound by reading the
 // weight. NORM: of rmsnorm(x) * (norm + OFFSET) in place of x. GATED: weight (2 ROWS, K) has gates, then ups, and y is
-// silu(gate) * up.
+// activation(gate) * up.
 // Between the three maps values are rounded to T, as three kernels would; sums are f32, in an order of the shape alone.
 //
 // SPLIT warps share a row (with its gate), and each lane has UNROLL accesses of 16 bytes under way. No kernel of a program
@@ -8,8 +8,9 @@
 // normalises x for itself, into shared memory. Numbers, and what was tried: docs/kernels/generation.md.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, K, M, N (numbers per access), SPLIT, NORM, OFFSET, GATED, BIAS, RESIDUAL
+// Constants: T, K, M, N (numbers per access), SPLIT, NORM, OFFSET, GATED, ACTIVATION (activation.cuh), BIAS, RESIDUAL
 
+#include "activation.cuh"
 #include "common.cuh"
 #include "constants"
 
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             if constexpr (GATED) {
                 float gate = to_float(narrow<T>(value[0])), up = to_float(narrow<T>(value[1]));
-                value[0] = gate * sigmoid(gate) * up;
+                value[0] = Activated<ACTIVATION>(gate).value * up;
             }
             if (RESIDUAL) value[0] += to_float(residual[m * rows + row]);
             y[m * rows + row] = narrow<T>(value[0]);

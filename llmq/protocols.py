@@ -99,6 +99,18 @@ class Onto(Protocol):
         """d_x, dw <- d.out, x."""
 
 
+class Activation(Protocol):
+    """What lies between the two linear maps of an MLP. The first one is `maps` of F outputs: gate and up, or up."""
+
+    maps: int
+
+    def forward(self, ops: Ops, act: Ref, gate_up: Ref) -> None:
+        """act (...,F) <- gate_up (...,2F), or (...,F) of one map."""
+
+    def backward(self, ops: Ops, d_gate_up: Ref, d_act: Ref, gate_up: Ref) -> None:
+        """d_gate_up <- d_act, gate_up."""
+
+
 class Core(Protocol):
     """Attention itself, between the rotary embedding and the output projection."""
 

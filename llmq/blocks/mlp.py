@@ -2,31 +2,60 @@
 
 from dataclasses import replace
 
-from llmq.protocols import Into, Onto, Ops, Parameters, PiecedSublayer, Site, Slots
+from llmq.protocols import Activation, Into, Onto, Ops, Parameters, PiecedSublayer, Site, Slots
 from llmq.tensor import Ref, Slot
 
 
-class SwiGlu:
-    """act = silu(gate) * up (Shazeer, 2020), of gate_up (...,2F), gate first."""
+class Glu:
+    """act = activation(gate) * up (Shazeer, 2020), of gate_up (...,2F), gate first; SwiGLU with silu."""
+
+    maps = 2
+
+    def __init__(self, activation: str = "silu") -> None:
+        self.numbers = {} if activation == "silu" else {"activation": activation}
 
     def forward(self, ops: Ops, act: Ref, gate_up: Ref) -> None:
         """act (...,F) <- gate_up."""
-        ops.swiglu_forward(act, gate_up)
+        ops.swiglu_forward(act, gate_up, **self.numbers)
 
     def backward(self, ops: Ops, d_gate_up: Ref, d_act: Ref, gate_up: Ref) -> None:
         """d_gate_up (...,2F) <- d_act (...,F), gate_up."""
-        ops.swiglu_backward(d_gate_up, d_act, gate_up)
+        ops.swiglu_backward(d_gate_up, d_act, gate_up, **self.numbers)
+
+
+class Plain:
+    """act = activation(up), of an MLP without a gate."""
+
+    maps = 1
+
+    def __init__(self, activation: str) -> None:
+        self.activation = activation
+
+    def forward(self, ops: Ops, act: Ref, up: Ref) -> None:
+        """act (...,F) <- up (...,F)."""
+        ops.activation_forward(act, up, activation=self.activation)
+
+    def backward(self, ops: Ops, d_up: Ref, d_act: Ref, up: Ref) -> None:
+        """d_up (...,F) <- d_act (...,F), up (...,F)."""
+        ops.activation_backward(d_up, d_act, up, activation=self.activation)
 
 
 class Mlp:
     """out = res + down(activation(gate, up)), (gate, up) = W_up rmsnorm(res), with `into` and `onto` the stream as they
     are made.
 
-    res, x, out (B,T,C); gate_up (B,T,2F), gate first; act (B,T,F); rstd (B,T).
+    res, x, out (B,T,C); gate_up (B,T,2F), gate first, or (B,T,F) without a gate; act (B,T,F); rstd (B,T).
     """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, into: Into, up: Site, activation: SwiGlu, down: Site, onto: Onto
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        into: Into,
+        up: Site,
+        activation: Activation,
+        down: Site,
+        onto: Onto,
     ) -> None:
         self.c, self.f, self.into, self.onto = hidden_size, intermediate_size, into, onto
         self.up, self.activation, self.down = up, activation, down
@@ -39,7 +68,8 @@ class Mlp:
     def slots(self, b: int, t: int) -> tuple[Slot, ...]:
         """Intermediates for a batch of b sequences of t tokens."""
         x, *stats = self.into.slots(b, t, self.c)
-        act, gate_up = Slot("act", (b, t, self.f), ("swiglu",)), Slot("gate_up", (b, t, 2 * self.f), ("ffn",))
+        act, width = Slot("act", (b, t, self.f), ("swiglu",)), self.activation.maps * self.f
+        gate_up = Slot("gate_up", (b, t, width), ("ffn",))
         own = (*self.up.slots(x), *self.down.slots(act), *self.onto.slots(b, t, self.c))
         return (x, *stats, gate_up, act, *own)
 

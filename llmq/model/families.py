@@ -18,13 +18,13 @@ from llmq.blocks.branches import Scaled, ScaledEmbed
 from llmq.blocks.capped import Capped
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
-from llmq.blocks.mlp import SwiGlu
+from llmq.blocks.mlp import Glu
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
-from llmq.protocols import Into, Onto
+from llmq.protocols import Activation, Into, Onto
 from llmq.row import HeadOrder, Part, Row, SublayerRows
 from llmq.tensor import DTYPES
 
@@ -204,9 +204,9 @@ class Family:
         heads, table = self.heads(config), config.table(layer)
         return NormedRotary(HeadNorms(heads, self.norm(config)), table) if config.qk_norm else Rotary(heads, table)
 
-    def activation(self, config: ModelConfig) -> SwiGlu:
+    def activation(self, config: ModelConfig) -> Activation:
         """What lies between the two maps of the MLP."""
-        return SwiGlu()
+        return Glu()
 
     def reader(self, config: ModelConfig, reader: LogitsReader) -> LogitsReader:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
@@ -263,7 +263,7 @@ class Family:
         yield from self.onto(config).rows(at, c, names.attention_post_norm)
         at = SublayerRows("mlp", layer, names.layers, transposed=self.wiring.transposed)
         yield from self.into(config).rows(at, c, names.mlp_norm)
-        yield from at.linear("up", c, _sizes(names.up, f, f))
+        yield from at.linear("up", c, _sizes(names.up, *[f] * self.activation(config).maps))
         yield from at.linear("down", f, {names.down: c}, init="residual")
         yield from self.onto(config).rows(at, c, names.mlp_post_norm)
 

@@ -415,7 +415,7 @@ def plain(
     def made(d: Draw, s: Sizes) -> Made:
         values = {name: given(d, s) if callable(given) else d.normal(given) for name, given in inputs.items()}
         shapes = {name: axes(s) if callable(axes) else axes for name, axes in outputs.items()}
-        return {"outputs": shapes, "inputs": values, "numbers": numbers, "stat": stat, "colsum": colsum}
+        return {"outputs": shapes, "inputs": values, "numbers": dict(numbers), "stat": stat, "colsum": colsum}
 
     return made
 
@@ -479,6 +479,8 @@ CASES: dict[str, Maker] = {
     ),
     "swiglu_forward": plain({"act": "btf"}, {"gate_up": lambda d, s: d.normal(wide(s))}),
     "swiglu_backward": plain({"d_gate_up": wide}, {"d_act": "btf", "gate_up": lambda d, s: d.normal(wide(s))}),
+    "activation_forward": plain({"act": "btf"}, {"x": "btf"}, activation="gelu"),
+    "activation_backward": plain({"d_x": "btf"}, dict.fromkeys(("d_act", "x"), "btf"), activation="gelu"),
     "linear_forward": plain({"y": "btf"}, {"x": "btc", "weight": "fc", "bias": "f", "residual": "btf"}),
     "linear_dgrad": plain({"d_x": "btc"}, {"d_y": "btf", "weight": "fc", "residual": "btc"}),
     "linear_wgrad": plain({"d_weight": "fc"}, {"d_y": "btf", "x": "btc"}),

@@ -17,6 +17,7 @@ from llmq.errors import UsageError
 from llmq.operands import Output, Tensor, to_form
 from llmq.ops import cuda, seam
 from llmq.ops.cuda import embedding, launch
+from llmq.ops.cuda.activation import NUMBERS as ACTIVATIONS
 from llmq.ops.cuda.attention import attention_kernels
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.reference import OPS
@@ -168,6 +169,38 @@ OTHER_SHAPES = [
 def test_an_op_equals_the_reference_in_other_shapes(op, changes, dtypes):
     for dtype in dtypes:
         check(make(op, replace(SIZES["odd"], **changes)), dtype)
+
+
+@gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("op", ["swiglu_forward", "swiglu_backward", "activation_forward", "activation_backward"])
+def test_every_activation_equals_the_reference(op, activation):
+    case = make(op, SIZES["odd"])
+    case.numbers["activation"] = activation
+    for dtype in DTYPES_HERE:
+        check(case, dtype)
+
+
+@gpu
+def test_activations_are_right_far_from_zero():
+    """Relative to the value, but where f32 has no normal number for a factor of it; units of 2^-24."""
+    x = np.linspace(-14, 14, 4097).astype(np.float32)[None]
+    size = np.abs(x.astype(np.float64))
+    units = {"silu": size + 8, "gelu": 1.5 * size**2 + 16, "gelu_tanh": 7 * (size + 0.045 * size**3) + 8, "relu2": 1}
+    for activation in ACTIVATIONS:
+        case = Case("activation_forward", {"act": x.shape}, {"x": x}, {"activation": activation})
+        got = run_gpu(case, outputs_of(case, "fp32"), inputs_of(case, "fp32"))["act"]
+        exact = f64_values(case, inputs_of(case, "fp32"))["act"]
+        assert np.all(np.abs(got - exact) <= units[activation] * 2.0**-24 * np.abs(exact) + 2.0**-126 * size), (
+            activation
+        )
+
+
+def test_an_activation_without_a_kernel_is_refused():
+    case = make("activation_forward", SIZES["odd"])
+    case.numbers["activation"] = "mish"
+    with pytest.raises(UsageError, match="mish has no kernel for the GPU, which has silu, gelu, gelu_tanh, relu2"):
+        cuda.OPS[case.op](case.output("act", "fp32"), case.input("x", "fp32"), **case.numbers)
 
 
 @gpu
@@ -418,7 +451,10 @@ def test_adamw_of_extreme_numbers(dtype):
     check(case, dtype)
 
 
-WITH_COLUMN_SUMS = ("swiglu_backward", "swiglu_forward", "rope_backward", "qk_norm_backward", "cast")
+WITH_COLUMN_SUMS = (
+    *("swiglu_backward", "swiglu_forward", "activation_backward", "activation_forward"),
+    *("rope_backward", "qk_norm_backward", "cast"),
+)
 ROW_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).rows) if "low_rank" not in op]  # in bf16 alone
 FORM_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).forms)]
 

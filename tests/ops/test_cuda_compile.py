@@ -21,6 +21,7 @@ from llmq.model.presets import PRESETS
 from llmq.operands import Output, Tensor
 from llmq.ops import cuda
 from llmq.ops.cuda import launch
+from llmq.ops.cuda.activation import NUMBERS as ACTIVATIONS
 from llmq.ops.cuda.compile import cuda_folder
 from llmq.optimizers.adamw import M, V
 from llmq.scaling import SCALINGS, Nested
@@ -67,17 +68,17 @@ REGISTERS = {
         ),
         80: "cross_entropy",
         96: "cast post_norm_forward layernorm_forward rmsnorm_forward token_linear",
-        112: "sgd",
+        112: "activation_backward activation_forward sgd",
         128: "adamw attend qk_norm_backward quantize_tiles rope scale_columns_backward swiglu_backward swiglu_forward",
         208: "layernorm_backward rmsnorm_backward",
-        218: "swiglu_low_rank_backward",  # of rank 32; 128 of rank 16
+        219: "swiglu_low_rank_backward",  # of rank 32; 128 of rank 16
         242: "low_rank_backward",  # of rank 32; 128 of rank 16
     }.items()
     for entry in entries.split()
 }
 # bytes; cuBLASLt has no product of what quantize_tiles makes for 10.0
 SPILLS = {("quantize_tiles", 100): 16, ("rope", 120): 8}
-SPILLS |= {("swiglu_low_rank_backward", card): 40 for card in CAPABILITIES}  # of 128 registers, two blocks
+SPILLS |= {("swiglu_low_rank_backward", card): 44 for card in CAPABILITIES}  # of 128 registers, two blocks
 WORDS = {"int": np.int32, "float": np.float32, "double": np.float64, "u32": np.uint32, "i64": np.int64}
 
 
@@ -246,6 +247,8 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             for forms in ((None,), (ROW8,), (None, ROW8)):
                 about = {"gate_alpha": 2.0, "up_alpha": 1.0}
                 ops.swiglu_low_rank_backward(out(up, dtype, *forms), *halves, wide, read(up), *factors, **about)
+            about["activation"] = "gelu"
+            ops.swiglu_low_rank_backward(out(up, dtype, *forms), *halves, wide, read(up), *factors, **about)
         ops.output_gain(out((f,), "fp32", None), out((f,), "fp32"), None, None, None, None, None, scale=1.0, first=0)
         ops.output_gain_backward(out((f,), dtype, None), noted.tensor((f,), "fp32"), noted.tensor((f,), "fp32"))
         for wide, channels in ((x, c), (qkv, 2 * hkv * hd)):
@@ -304,7 +307,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
             ops.token_linear(out((few, 1, width), dtype, None), res, norm_weight, qkv_weight, bias, None, **alone)
             up_weight, down_weight, head_weight = read((2 * f, c)), read((c, f)), read((v, c))
             gated = {"eps": 1e-6, "gated": True}
-            ops.token_linear(out((few, 1, f), dtype, None), res, norm_weight, up_weight, None, None, **gated)
+            for other in ({}, {"activation": "gelu"})[: 5 - few]:
+                handles = (out((few, 1, f), dtype, None), res, norm_weight, up_weight, None, None)
+                ops.token_linear(*handles, **gated, **other)
             ops.token_linear(out((few, 1, c), dtype, None), act, None, down_weight, None, res, **alone)
             ops.token_linear(out((few, 1, v), dtype, None), res, norm_weight, head_weight, None, None, **alone)
         seen, next_token = noted.tensor((8, v), "int32"), out((8, 1), "int32", None)
@@ -354,6 +359,7 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         beside_1 = (out(x, dtype, None), out((c,), dtype, None), read(x), read(x), read(x), read((c,)))
         ops.rmsnorm_forward(out(x, dtype, None), out((b, t), "fp32", None), read(x), read((c,)), eps=1e-6, offset=1.0)
         ops.rmsnorm_backward(*beside_1, noted.tensor((b, t), "fp32"), offset=1.0)
+        activations(noted, dtype, (b, t, f))
         for forms in ((None,), (ROW8, COL8), (None, ROW8, COL8)):
             norm = (read(x), read((c,)))
             ops.rmsnorm_forward(out(x, dtype, *forms), out((b, t), "fp32", None), *norm, eps=1e-6)
@@ -410,6 +416,18 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
                     alone = (Output("y", held.shape, dtype, (held,)), *written[1:], out((2 * f, c), dtype))
                     ops.adamw(*alone, held, *state[1:], cell, cell, cell, count, **update)
                     ops.sgd(*alone[:2], alone[3], held, *state[1:2], state[3], cell, cell, cell, count, **descent)
+
+
+def activations(noted: Launches, dtype: str, shape: tuple[int, ...]) -> None:
+    """The value of each, and one with every form."""
+    x, both = noted.tensor(shape, dtype), noted.tensor((*shape[:2], 2 * shape[2]), dtype)
+    for activation in ACTIVATIONS:
+        for forms in ((None,), (None, ROW8, COL8, COLSUM))[: 1 + (activation == "gelu")]:
+            OPS.activation_forward(noted.output(shape, dtype, *forms), x, activation=activation)
+            OPS.activation_backward(noted.output(shape, dtype, *forms), x, x, activation=activation)
+    for forms in ((None,), (None, ROW8, COL8, COLSUM)):
+        OPS.swiglu_forward(noted.output(shape, dtype, *forms), both, activation="gelu")
+        OPS.swiglu_backward(noted.output(both.shape, dtype, *forms), x, both, activation="gelu")
 
 
 QWEN_0_5B = {"b": 32, "t": 1024, "c": 896, "hq": 14, "hkv": 2, "hd": 64, "f": 4864, "v": 151936}

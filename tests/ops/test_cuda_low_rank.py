@@ -76,14 +76,14 @@ def halves(rank, tokens, width):
     return values, (shapes[1], *shapes[2:])
 
 
-def in_two_calls(values, shapes, dtype, start, amax):
+def in_two_calls(values, shapes, dtype, start, amax, activation):
     """What SwiGLU's gradient and then the gradients of each half are."""
     written = [
         output(shape, dtype if n > 2 else "bf16", start=start if n > 2 else None) for n, shape in enumerate(shapes)
     ]
     written[0] = output(shapes[0], "bf16", (None, ROWS), scale=0.01, amax=amax)
     x = {name: tensor(value, "bf16") for name, value in values.items()}
-    OPS["swiglu_backward"](written[0], x["d_act"], x["gate_up"])
+    OPS["swiglu_backward"](written[0], x["d_act"], x["gate_up"], activation=activation)
     value, width = written[0].tensors[0].array, shapes[0][1] // 2
     for n, half in enumerate(("gate", "up")):
         part = Tensor("half", value[:, n * width : (n + 1) * width], (shapes[0][0], width))
@@ -93,14 +93,15 @@ def in_two_calls(values, shapes, dtype, start, amax):
 
 
 @pytest.mark.parametrize("start", [None, 3.0], ids=["written", "added"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_one_call_for_both_halves_and_swiglu_is_those_calls(dtype, start):
+@pytest.mark.parametrize(("dtype", "activation"), [("fp32", "silu"), ("bf16", "silu"), ("bf16", "gelu")])
+def test_one_call_for_both_halves_and_swiglu_is_those_calls(dtype, activation, start):
     values, shapes = halves(16, 50, 24)
-    wanted = in_two_calls(values, shapes, dtype, start, 0.25)
+    wanted = in_two_calls(values, shapes, dtype, start, 0.25, activation)
     got = [output(x.shape, x.dtype, start=start if n > 2 else None) for n, x in enumerate(wanted)]
     got[0] = output(shapes[0], "bf16", (None, ROWS), scale=0.01, amax=0.25)
     inputs = [tensor(value, "bf16") for value in values.values()]
-    OPS["swiglu_low_rank_backward"](*got, *inputs, gate_alpha=0.5, up_alpha=2.0)
+    numbers = {"gate_alpha": 0.5, "up_alpha": 2.0, "activation": activation}
+    OPS["swiglu_low_rank_backward"](*got, *inputs, **numbers)
     for one, other in zip(got, wanted, strict=True):
         assert [x.array.tobytes() for x in one.tensors] == [x.array.tobytes() for x in other.tensors]
         assert {name: cell.tobytes() for name, cell in one.amax.items()} == {
@@ -111,11 +112,17 @@ def test_one_call_for_both_halves_and_swiglu_is_those_calls(dtype, start):
 @pytest.mark.gpu(emulated="16-300-72")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("forms", [(None,), (ROWS,), (None, ROWS)], ids=["value", "rows", "both"])
-@pytest.mark.parametrize(("rank", "tokens", "width"), [(16, 300, 72), (32, 300, 72), (16, 1100, 200), (16, 8, 8)])
-def test_swiglu_and_its_adapters_in_one_call_are_those_of_the_reference(rank, tokens, width, forms, dtype):
+@pytest.mark.parametrize(
+    ("rank", "tokens", "width", "activation"),
+    [
+        *((*sizes, "silu") for sizes in [(16, 300, 72), (32, 300, 72), (16, 1100, 200), (16, 8, 8)]),
+        *((16, 8, 72, activation) for activation in ("gelu", "gelu_tanh")),
+    ],
+)
+def test_swiglu_and_its_adapters_in_one_call_are_those_of_the_reference(rank, tokens, width, activation, forms, dtype):
     values, shapes = halves(rank, tokens, width)
     start, device = 3.0, Device()
-    exact = in_two_calls(values, shapes, dtype, start, 0.25)
+    exact = in_two_calls(values, shapes, dtype, start, 0.25, activation)
     low, d_low = np.concatenate([values["gate_low"], values["up_low"]], axis=1), poisoned((tokens, 2 * rank), "bf16")
     d_gate_up = output(shapes[0], "bf16", forms, scale=0.01, amax=0.25 if ROWS in forms else None)
     d_b = [output(shape, dtype, start=start) for shape in shapes[3:]]
@@ -127,7 +134,8 @@ def test_swiglu_and_its_adapters_in_one_call_are_those_of_the_reference(rank, to
     inputs = [device.tensor(tensor(values[name], "bf16")) for name in NAMES]
     inputs[2:4] = [cut(low, 0), cut(low, 1)]
     written = [device.output(d_gate_up), *d_lows, *map(device.output, d_b)]
-    device.run("swiglu_low_rank_backward", written, inputs, gate_alpha=0.5, up_alpha=2.0)
+    numbers = {"gate_alpha": 0.5, "up_alpha": 2.0, "activation": activation}
+    device.run("swiglu_low_rank_backward", written, inputs, **numbers)
     wanted = {x.form: x.array for x in exact[0].tensors}
     for one in d_gate_up.tensors:  # sigmoid is right to a few units of f32
         got, expected = (x.astype(np.float64) for x in (device.host(one.array), wanted[one.form]))

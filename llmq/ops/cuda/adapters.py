@@ -11,6 +11,7 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.cuda.activation import number_of
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.seam import Arguments
 from llmq.sites.lora import ONE_PASS, takes_one_pass
@@ -69,7 +70,9 @@ def _halves_scratch(call: Arguments) -> int:
 
 
 @gpu.asks(_halves_scratch)
-def swiglu_low_rank_backward(*operands: Any, gate_alpha: float, up_alpha: float, scratch: Any = None) -> None:
+def swiglu_low_rank_backward(
+    *operands: Any, gate_alpha: float, up_alpha: float, activation: str = "silu", scratch: Any = None
+) -> None:
     """d_gate_up (...,2F), and of each half d_low (...,R) and d_b (F,R) <- d_act (...,F), gate_up (...,2F), low, b."""
     d_gate_up, d_gate_low, d_up_low, d_gate_b, d_up_b, *tensors = operands
     d_act, gate_up, gate_low, up_low, gate_b, up_b = tensors
@@ -85,7 +88,8 @@ def swiglu_low_rank_backward(*operands: Any, gate_alpha: float, up_alpha: float,
     up_parts = low_parts + 8 * across * rows * rank
     tile, rest = 6 * TOKENS * HALF_COLUMNS, 4 * height * TOKENS * rank + 8 * HALF_COLUMNS * rank
     stages = min(HALF_STAGES[rank], (gpu.shared_bytes_limit() - gpu.STATIC_BYTES - rest) // tile)
-    constants: Constants = {**wanted, "R": rank, "TILES": height, "STAGES": stages, "BLOCKS": HALF_BLOCKS[rank]}
+    shape = {"R": rank, "TILES": height, "STAGES": stages, "BLOCKS": HALF_BLOCKS[rank]}
+    constants: Constants = {**wanted, **shape, "ACTIVATION": number_of(activation)}
     sizes = tuple(map(np.int32, (rows, columns, across, per_block)))
     arguments = (*outputs, low_parts, up_parts, *tensors, np.int64(low_pitch), *sizes)
     where = ("swiglu_low_rank", "swiglu_low_rank_backward", groups * across, THREADS)

@@ -11,6 +11,7 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.cuda.activation import number_of
 from llmq.ops.cuda.compile import Constants
 from llmq.ops.cuda.norms import offset_of
 from llmq.ops.seam import Arguments
@@ -106,7 +107,9 @@ def _refuse(call: Arguments, capability: int) -> None:
 
 
 @gpu.asks(refuse=_refuse)
-def token_linear(y: Output, /, *read: Any, eps: float, gated: bool, offset: float = 0.0) -> None:
+def token_linear(
+    y: Output, /, *read: Any, eps: float, gated: bool, activation: str = "silu", offset: float = 0.0
+) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K) or (2N,K), bias (N,) or (2N,) or None, residual (B,1,N)
     or None. What no kernel of a program writes, as the weight, is read before the kernels before it are done."""
     x, norm, weight, bias, residual = read
@@ -116,7 +119,7 @@ def token_linear(y: Output, /, *read: Any, eps: float, gated: bool, offset: floa
     split = _split(rows, -(-columns // (32 * number)), int(gated))
     shape: Constants = {"T": kind, "K": columns, "M": tokens, "N": number, "SPLIT": split}
     parts = {"NORM": norm, "BIAS": bias, "RESIDUAL": residual}
-    about: Constants = {"GATED": int(gated), "OFFSET": int(offset)}
+    about: Constants = {"GATED": int(gated), "ACTIVATION": number_of(activation), "OFFSET": int(offset)}
     constants: Constants = {**shape, **about, **{name: int(one is not None) for name, one in parts.items()}}
     arguments = (y, weight, x, norm, bias, residual, np.float32(eps), np.int32(rows))
     shared = tokens * columns * gpu.size_of(kind) if norm is not None else 0

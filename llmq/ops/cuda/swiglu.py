@@ -6,27 +6,19 @@ import numpy as np
 
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.cuda.activation import launch_tiles
 
 APART_PACKS = 2  # of a thread (swiglu_apart.cu)
 
 
-def swiglu_forward(act: Output, /, gate_up: Tensor) -> None:
+def swiglu_forward(act: Output, /, gate_up: Tensor, *, activation: str = "silu") -> None:
     """act (B,T,F) <- gate_up (B,T,2F)."""
-    _launch("swiglu_forward", act, gate_up.shape, (gate_up,))
+    launch_tiles("swiglu", "swiglu_forward", act, gate_up.shape[-1] // 2, (gate_up,), activation)
 
 
-def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor) -> None:
+def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor, *, activation: str = "silu") -> None:
     """d_gate_up (B,T,2F) <- d_act (B,T,F), gate_up (B,T,2F)."""
-    _launch("swiglu_backward", d_gate_up, gate_up.shape, (d_act, gate_up))
-
-
-def _launch(entry: str, output: Output, gate_up: tuple[int, ...], read: tuple[Tensor, ...]) -> None:
-    kind, columns, rows = gpu.type_of(output, *read), gate_up[-1] // 2, gpu.rows_of(gate_up)
-    wanted, outputs = gpu.forms(output)
-    number = gpu.access(columns, kind)
-    blocks = gpu.tiles(rows, columns, int(wanted["FORMS"]), number, gpu.TILE_ROWS)
-    arguments = (*outputs, *read, np.int64(rows))
-    gpu.launch("swiglu", entry, blocks, gpu.TILE_THREADS, arguments, {"T": kind, "F": columns, "N": number, **wanted})
+    launch_tiles("swiglu", "swiglu_backward", d_gate_up, gate_up.shape[-1] // 2, (d_act, gate_up), activation)
 
 
 def swiglu_apart_forward(act: Output, /, gate: Tensor, up: Tensor) -> None:

@@ -79,6 +79,7 @@ def swiglu_low_rank_backward(
     *,
     gate_alpha: float,
     up_alpha: float,
+    activation: str = "silu",
 ) -> None:
     """`swiglu_backward`, and `low_rank_backward` of the gradient's halves.
 
@@ -86,7 +87,8 @@ def swiglu_low_rank_backward(
     dtype, d_low (B,T,R), d_b (F,R) <- low (B,T,R), b (F,R).
     """
     rounded = Tensor("d_gate_up", np.empty(gate_up.shape, DTYPES[d_gate_up.dtype]), gate_up.shape)
-    swiglu_backward(Output("d_gate_up", gate_up.shape, d_gate_up.dtype, (rounded,)), d_act, gate_up)
+    written = Output("d_gate_up", gate_up.shape, d_gate_up.dtype, (rounded,))
+    swiglu_backward(written, d_act, gate_up, activation=activation)
     d_gate_up.write(rounded.read())
     gate, up = (Tensor("half", half, half.shape) for half in halves(rounded.array))
     low_rank_backward(d_gate_low, d_gate_b, gate, gate_low, gate_b, alpha=gate_alpha)

@@ -109,6 +109,7 @@ def token_linear(
     *,
     eps: float,
     gated: bool,
+    activation: str = "silu",
     offset: float = 0.0,
 ) -> None:
     """y (B,1,N) <- x (B,1,K), norm (K,) or None, weight (N,K), bias (N,) or None, residual (B,1,N) or None.
@@ -125,7 +126,7 @@ def token_linear(
     product = _slot((*x.shape[:-1], weight.shape[0]), y.dtype) if gated else y
     linear_forward(product, x, weight, bias, residual)
     if gated:
-        swiglu_forward(y, *product.tensors)
+        swiglu_forward(y, *product.tensors, activation=activation)
 
 
 def _slot(shape: tuple[int, ...], dtype: str) -> Output:

@@ -40,7 +40,7 @@ def fuse(calls: Sequence[Call]) -> list[Call]:
             and _passes(last, call.inputs[0], reads)
         ):
             made.pop()
-            call = replace(last, outputs=call.outputs, numbers={**last.numbers, "gated": True})
+            call = replace(last, outputs=call.outputs, numbers={**last.numbers, "gated": True, **call.numbers})
         made.append(call)
     return made
 

@@ -44,7 +44,7 @@ def _joined(call: Call, rows: Result, gate: Call, up: Call) -> Call:
     """SwiGLU's gradient, with what adapters of gate and of up make of that."""
     outputs = (rows, gate.outputs[0], up.outputs[0], gate.outputs[1], up.outputs[1])
     factors = (gate.inputs[1], up.inputs[1], gate.inputs[2], up.inputs[2])
-    numbers = {"gate_alpha": gate.numbers["alpha"], "up_alpha": up.numbers["alpha"]}
+    numbers = {**call.numbers, "gate_alpha": gate.numbers["alpha"], "up_alpha": up.numbers["alpha"]}
     return changed(call, op=BOTH, outputs=outputs, inputs=(*call.inputs, *factors), numbers=numbers)
 
 

@@ -27,6 +27,8 @@ def test_a_sublayer_is_two_calls():
     assert [result.ref for result in up.outputs] == [ACT] and [result.ref for result in down.outputs] == [OUT]
     assert up.inputs == (RES, weight("norm"), weight("up"), weight("bias"), None)
     assert down.inputs == (ACT, None, weight("down"), None, RES)
+    other = fuse([NORM, UP, replace(SWIGLU, numbers={"activation": "gelu"}), DOWN])
+    assert other == [replace(up, numbers={**up.numbers, "activation": "gelu"}), down]
     assert up.numbers == {"eps": 1e-6, "gated": True} and down.numbers == {"eps": 0.0, "gated": False}
 
 

@@ -70,6 +70,8 @@ def test_the_value_is_left_out_where_only_the_adapters_read_it():
         half(1).inputs[2],
     )
     assert call.numbers == {"gate_alpha": 2.0, "up_alpha": 3.0}
+    other, _ = join([wanted(replace(MAKER, numbers={"activation": "gelu"}), ROWS), half(0, 2.0), half(1, 3.0), DGRAD])
+    assert other == replace(call, numbers={**call.numbers, "activation": "gelu"})
 
 
 def test_the_order_of_the_halves_does_not_matter():
