@@ -1,5 +1,8 @@
 """Families beyond Llama's against transformers: gradients, runs, folders, greedy tokens."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +18,18 @@ import transformers
 from golden import families, transformers_judge
 from golden.engines import FP64, engine_of, gradients, parameters, relative_errors
 from more_families import MORE, ROPES
+from safetensors.numpy import load_file, save_file
 from tiny_engines import next_logits
 
 import llmq
 from llmq.adapters.merge import merge
 from llmq.adapters.targets import TAKEN_OUT
 from llmq.data.batches.batch import Batch
+from llmq.errors import DataError
 from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.files.source import find_source
 from llmq.model.config import from_folder, read_config, to_hf
+from llmq.model.family_table import FAMILIES
 from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
 from llmq.optimizers.adamw import AdamW
@@ -128,6 +134,16 @@ METHODS = {
 }
 
 
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+
+
+class Queries(llmq.Callback):
+    """Reads the weight of the queries at the end."""
+
+    def on_end(self, run, result):
+        self.weight = run.parameter(QUERIES)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_of_heads_in_another_order(tmp_path, monkeypatch, method):
     """Their files are PEFT's, and are merged to the same model."""
@@ -139,21 +155,60 @@ def test_adapters_of_heads_in_another_order(tmp_path, monkeypatch, method):
         )
     tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
     options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "out_dir": "out"}
-    llmq.Trainer(model="base", learning_rate=1e-2, **options, **METHODS[method]).train(train=tokens)
+    options |= {"merge": method != "prefix", "learning_rate": 1e-2, **METHODS[method]}
+    llmq.Trainer(model="base", **options).train(train=tokens, callbacks=[seen := Queries()])
     loaded = llmq.load("base", adapter="out", device="cpu", seq_len=LENGTH)
     ours, rows = loaded.logits(tokens[None, :LENGTH]), tokens[None, :LENGTH]
     base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32, attn_implementation="eager")
     mine = dict(loaded.parameters())
     whole = {name: value.numpy() for name, value in base.state_dict().items()}
     assert method in ("in full", "biases", *TAKEN_OUT) or all(np.array_equal(mine[name], whole[name]) for name in whole)
+    assert method in TAKEN_OUT or np.array_equal(seen.weight, mine[QUERIES])
     plain = transformers_judge.logits_of(base, rows)
     theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), rows)
     assert np.linalg.norm(theirs - plain) > 1e-3 * np.linalg.norm(plain), "the adapter does something"
     assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
     if method != "prefix":
         merge(find_source("base"), {Path("out"): 1.0}, Path("merged"), dtype="fp32", overwrite=False)
-        merged = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
-        assert np.linalg.norm(transformers_judge.logits_of(merged, rows) - theirs) < 1e-5 * np.linalg.norm(theirs)
+        for folder in ("merged", "out/merged"):
+            merged = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            assert np.linalg.norm(transformers_judge.logits_of(merged, rows) - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("method", ["dora", "olora", "in full", "ia3"])
+def test_matrices_that_files_transpose(tmp_path, monkeypatch, method):
+    """A run on them leaves what one on the same model leaves whose files are as they are held."""
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = MORE["glm"] | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
+        config = {key: value for key, value in config.items() if key not in ("attention_bias", "partial_rotary_factor")}
+        transformers_judge.empty_model(config).save_pretrained("plain")
+    shutil.copytree("plain", "turned")
+
+    def turned(tensors):
+        is_turned = {
+            name: value.ndim == 2 and "layers." in name and ".lora_" not in name and ".ia3_" not in name
+            for name, value in tensors.items()
+        }
+        return {name: np.ascontiguousarray(value.T) if is_turned[name] else value for name, value in tensors.items()}
+
+    save_file(turned(load_file("plain/model.safetensors")), "turned/model.safetensors")
+    options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "merge": True}
+    tokens, family = np.arange(600, dtype=np.int32) ** 2 % 90 + 3, FAMILIES["LlamaForCausalLM"]
+    for base in ("plain", "turned"):
+        own = replace(family, wiring=replace(family.wiring, transposed=base == "turned"))
+        monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", own)
+        about = {**options, **METHODS[method], "out_dir": f"{base}-out"}
+        llmq.Trainer(model=base, learning_rate=1e-2, **about).train(train=tokens)
+        merge(find_source(base), {Path(f"{base}-out"): 1.0}, Path(f"{base}-merged"), dtype="fp32", overwrite=False)
+    for file in ("out/adapter_model.safetensors", "out/merged/model.safetensors", "merged/model.safetensors"):
+        found, wanted = load_file(f"turned-{file}"), turned(load_file(f"plain-{file}"))
+        assert found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in found), file
+    assert json.loads(Path("turned-out/adapter_config.json").read_text())["fan_in_fan_out"] is True
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", family)
+    with pytest.raises(DataError, match="fan_in_fan_out is true"):
+        llmq.load("plain", adapter="turned-out")
 
 
 @EVERY

@@ -11,9 +11,11 @@ import pytest
 
 from llmq.errors import DataError, LlmqError, UsageError
 from llmq.model.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
+from llmq.model.families import LocalRopeKeys, Mistral
 from llmq.model.parameters import parameter_rows
 from llmq.model.presets import PRESETS, preset
 from llmq.model.rope import frequencies
+from llmq.model.rope_keys import parted
 
 CONFIGS = Path(__file__).parents[2] / "../shared/data/configs"
 LLAMA = {
@@ -190,6 +192,37 @@ def test_layers_without_a_rope_are_listed_or_every_so_many():
     refused({**SMOL, "no_rope_layers": [1, 0]}, "no_rope_layers ([1, 0]): must be a list of 0 or 1 for each of")
     refused({**SMOL, "no_rope_layer_interval": 0}, "no_rope_layer_interval (0)")
     refused({**SMOL, "use_sliding_window": True}, "use_sliding_window (True)")
+
+
+class WithLocalRope(Mistral):
+    """Mistral, whose layers with a window have a rope of their own."""
+
+    keys = LocalRopeKeys
+
+    def counted(self, keys):
+        return parted(super().counted(keys))
+
+
+LOCAL = {
+    **MISTRAL, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+
+
+def test_two_ropes_are_read_and_written_as_transformers_4_and_5_spell_them(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "MistralForCausalLM", WithLocalRope("mistral", default_theta=1e6))
+    linear = {"rope_type": "linear", "factor": 8.0}
+    four = read_config({**LOCAL, "rope_scaling": linear, "rope_local_base_freq": 5e3})
+    both = {"full_attention": {**linear, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5e3}}
+    assert four == read_config({**LOCAL, "rope_parameters": both})
+    assert (four.rope, four.local_rope) == (RopeConfig(1e6, "linear", 8.0), RopeConfig(5e3))
+    assert [four.table(layer) for layer in range(3)] == ["rope_local", "rope", "rope_local"]
+    assert read_config(LOCAL).local_rope == RopeConfig(1e4) and read_config(LOCAL).rope == RopeConfig(1e6)
+    assert read_config(json.loads(json.dumps(to_hf(four)))) == four
+    written = to_hf(four)
+    for keys in (("rope_parameters",), ("rope_theta", "rope_scaling", "rope_local_base_freq")):
+        assert read_config({key: value for key, value in written.items() if key not in keys}) == four
+    refused({**LOCAL, "rope_local_base_freq": 4e3, "rope_parameters": both}, "contradicts rope_local_base_freq 4000")
+    refused({**LOCAL, "rope_parameters": {"full_attention": {}, "chunked_attention": {}}}, "differs between layers")
 
 
 def test_all_problems_are_said_at_once():
