@@ -1,6 +1,7 @@
 // Causal attention in f32 with grouped queries and an optional window: att = softmax(scale * q k^T) v, and its gradient.
 //
-// There to check the rest of a model exactly, not to be fast: bf16 attention is cuDNN's. A block owns 16 rows (queries, or
+// There to check the rest of a model exactly, not to be fast: bf16 attention is cuDNN's, but with a soft-cap, where s =
+// scale * q k^T becomes CAP * tanh(s / CAP): that is computed here in f32, of bf16 too. A block owns 16 rows (queries, or
 // keys for their gradient) of one head, a warp 4 of them; the other side passes through shared memory in tiles of 32, one
 // to a lane for the scores, then each lane sums its own columns of the result. Every sum runs in a fixed order, in plain f32.
 // Query i sees keys j with i - window < j <= i. q, k and v are views of one packed row of (GROUP + 2) * KV_HEADS heads.
@@ -9,7 +10,8 @@
 // lse is (B, T, HEADS) instead of (B, HEADS, T). A constant, since the look-ups would cost the dense kernels registers.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: HD (head_dim, up to 256: 99 KiB of shared memory), GROUP (query heads per key head), KV_HEADS, PACKED
+// Constants: T (float or bf16), HD (head_dim, up to 256: 99 KiB of shared memory), GROUP (query heads per key head),
+// KV_HEADS, PACKED, CAP (the bits of the f32; 0: none)
 
 #include "common.cuh"
 #include "constants"
@@ -44,6 +46,19 @@ __device__ __forceinline__ i64 lse_cell(i64 batch, int head, int i, int length) 
     return PACKED ? (batch * length + i) * HEADS + head : (batch * HEADS + head) * length + i;
 }
 
+__device__ __forceinline__ float capped(float score) {
+    if constexpr (CAP == 0) return score;
+    float cap = __uint_as_float(CAP);
+    return cap * tanhf(score * (1.0f / cap));
+}
+
+// d_score of the score before the cap, from that of a capped one
+__device__ __forceinline__ float uncapped(float d_score, float score) {
+    if constexpr (CAP == 0) return d_score;
+    float t = score * (1.0f / __uint_as_float(CAP));
+    return d_score * (1.0f - t * t);
+}
+
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
@@ -51,12 +66,12 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 // `count` rows of HD numbers, `width` apart in memory and `pitch` in shared memory, from row `first`; zero past `length`
-__device__ __forceinline__ void load_rows(float* shared, int pitch, const float* from, int width, int first, int count,
+__device__ __forceinline__ void load_rows(float* shared, int pitch, const T* from, int width, int first, int count,
                                           int length) {
     for (int at = threadIdx.x; at < count * HD; at += THREADS) {
         int row = at / HD, column = at % HD;
         shared[row * pitch + column] =
-            first + row < length ? from[static_cast<i64>(first + row) * width + column] : 0.0f;
+            first + row < length ? to_float(from[static_cast<i64>(first + row) * width + column]) : 0.0f;
     }
 }
 
@@ -80,23 +95,23 @@ __device__ __forceinline__ void add_rows(float (&sums)[COLUMNS], float weight, c
     }
 }
 
-__device__ __forceinline__ void store_row(float* to, const float (&sums)[COLUMNS], float factor) {
+__device__ __forceinline__ void store_row(T* to, const float (&sums)[COLUMNS], float factor) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
         int d = threadIdx.x % 32 + 32 * c;
-        if (d < HD) to[d] = sums[c] * factor;
+        if (d < HD) to[d] = narrow<T>(sums[c] * factor);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward(float* att, float* lse, const float* qkv, const int* borders, int docs, int longest,
+    attention_forward(T* att, float* lse, const T* qkv, const int* borders, int docs, int longest,
                       int length, int window, float scale) {
     extern __shared__ float shared[];
     float *queries = shared, *keys = shared + 2 * ROWS * HD, *values = keys + TILE * PITCH;
     int first = blockIdx.x * ROWS, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 batch = blockIdx.z;
-    const float* packed = qkv + batch * length * WIDTH;
-    const float* k = packed + (HEADS + head / GROUP) * HD;
+    const T* packed = qkv + batch * length * WIDTH;
+    const T* k = packed + (HEADS + head / GROUP) * HD;
     load_rows(queries, HD, packed + head * HD, WIDTH, first, ROWS, length);
     float top[PER_WARP], total[PER_WARP], out[PER_WARP][COLUMNS] = {};
     int least[PER_WARP];  // key that a row sees
@@ -117,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int r = 0; r < PER_WARP; r++) {
             int row = warp * PER_WARP + r, i = first + row;
             bool seen = i < length && j <= i && j > i - window && (!PACKED || j >= least[r]);
-            float score = seen ? scale * dot(queries + row * HD, keys + lane * PITCH) : LOWEST;
+            float score = seen ? capped(scale * dot(queries + row * HD, keys + lane * PITCH)) : LOWEST;
             float above = fmaxf(top[r], warp_max(score));
             if (above == LOWEST) continue;  // no key of this tile, nor any before, is seen; the same in all lanes
             float keep = expf(top[r] - above), p = seen ? expf(score - above) : 0.0f;
@@ -139,14 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // d_q, and dots (B, HEADS, length) = sum of d_att * att over a head, which attention_backward_kv reads
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_q(float* d_qkv, const float* d_att, const float* qkv, const float* att, const float* lse,
+    attention_backward_q(T* d_qkv, const T* d_att, const T* qkv, const T* att, const float* lse,
                          const int* borders, float* dots, int docs, int longest, int length, int window, float scale) {
     extern __shared__ float shared[];
     float *queries = shared, *d_out = queries + ROWS * HD, *keys = shared + 2 * ROWS * HD, *values = keys + TILE * PITCH;
     int first = blockIdx.x * ROWS, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 batch = blockIdx.z;
-    const float* packed = qkv + batch * length * WIDTH;
-    const float* k = packed + (HEADS + head / GROUP) * HD;
+    const T* packed = qkv + batch * length * WIDTH;
+    const T* k = packed + (HEADS + head / GROUP) * HD;
     load_rows(queries, HD, packed + head * HD, WIDTH, first, ROWS, length);
     load_rows(d_out, HD, d_att + (batch * length * HEADS + head) * HD, HEADS * HD, first, ROWS, length);
     __syncthreads();
@@ -155,9 +170,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int r = 0; r < PER_WARP; r++) {
         int row = warp * PER_WARP + r, i = min(first + row, length - 1);
-        const float* out = att + ((batch * length + i) * HEADS + head) * HD;
+        const T* out = att + ((batch * length + i) * HEADS + head) * HD;
         float sum = 0;
-        for (int d = lane; d < HD; d += 32) sum += d_out[row * HD + d] * out[d];
+        for (int d = lane; d < HD; d += 32) sum += d_out[row * HD + d] * to_float(out[d]);
         sums[r] = warp_sum(sum);
         norm[r] = lse[lse_cell(batch, head, i, length)];
         least[r] = document(borders, docs, longest, batch, i, length).first;
@@ -174,9 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int r = 0; r < PER_WARP; r++) {
             int row = warp * PER_WARP + r, i = first + row;
             bool seen = i < length && j <= i && j > i - window && (!PACKED || j >= least[r]);
-            float p = seen ? expf(scale * dot(queries + row * HD, keys + lane * PITCH) - norm[r]) : 0.0f;
+            float score = 0, p = 0;
+            if (seen) score = capped(scale * dot(queries + row * HD, keys + lane * PITCH)), p = expf(score - norm[r]);
             float d_p = dot(d_out + row * HD, values + lane * PITCH);
-            add_rows(d_q[r], p * (d_p - sums[r]), keys);
+            add_rows(d_q[r], uncapped(p * (d_p - sums[r]), score), keys);
         }
     }
 #pragma unroll
@@ -188,13 +204,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // d_k and d_v, summed over the query heads of the group in order
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_kv(float* d_qkv, const float* d_att, const float* qkv, const float* lse, const int* borders,
+    attention_backward_kv(T* d_qkv, const T* d_att, const T* qkv, const float* lse, const int* borders,
                           const float* dots, int docs, int longest, int length, int window, float scale) {
     extern __shared__ float shared[];
     float *keys = shared, *values = keys + ROWS * HD, *queries = shared + 2 * ROWS * HD, *d_out = queries + TILE * PITCH;
     int first = blockIdx.x * ROWS, kv_head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     i64 batch = blockIdx.z;
-    const float* packed = qkv + batch * length * WIDTH;
+    const T* packed = qkv + batch * length * WIDTH;
     load_rows(keys, HD, packed + (HEADS + kv_head) * HD, WIDTH, first, ROWS, length);
     load_rows(values, HD, packed + (HEADS + KV_HEADS + kv_head) * HD, WIDTH, first, ROWS, length);
     float d_k[PER_WARP][COLUMNS] = {}, d_v[PER_WARP][COLUMNS] = {};
@@ -219,10 +235,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int r = 0; r < PER_WARP; r++) {
                 int row = warp * PER_WARP + r, j = first + row;
                 bool seen = i < length && j <= i && j > i - window && (!PACKED || i <= most[r]);
-                float p = seen ? expf(scale * dot(keys + row * HD, queries + lane * PITCH) - norm) : 0.0f;
+                float score = 0, p = 0;
+                if (seen) score = capped(scale * dot(keys + row * HD, queries + lane * PITCH)), p = expf(score - norm);
                 float d_p = dot(values + row * HD, d_out + lane * PITCH);
                 add_rows(d_v[r], p, d_out);
-                add_rows(d_k[r], p * (d_p - sum), queries);
+                add_rows(d_k[r], uncapped(p * (d_p - sum), score), queries);
             }
         }
     }
@@ -230,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int r = 0; r < PER_WARP; r++) {
         int j = first + warp * PER_WARP + r;
         if (j >= length) continue;
-        float* row = d_qkv + (batch * length + j) * WIDTH;
+        T* row = d_qkv + (batch * length + j) * WIDTH;
         store_row(row + (HEADS + kv_head) * HD, d_k[r], scale);
         store_row(row + (HEADS + KV_HEADS + kv_head) * HD, d_v[r], 1.0f);
     }

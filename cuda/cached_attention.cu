@@ -9,7 +9,8 @@
 // which one that is. Pieces that the query does not see end at once: one grid, and one captured graph, serves every length.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T, HD, GROUP, KV_HEADS, KEYS (a multiple of 32), N, PLACES (sequences times key heads)
+// Constants: T, HD, GROUP, KV_HEADS, KEYS (a multiple of 32), N, PLACES (sequences times key heads), CAP (of scores, the bits
+// of the f32; 0: none)
 
 #include "common.cuh"
 #include "constants"
@@ -29,6 +30,12 @@ __device__ __forceinline__ float warp_largest(float x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
     return x;
+}
+
+__device__ __forceinline__ float capped(float score) {
+    if constexpr (CAP == 0) return score;
+    float cap = __uint_as_float(CAP);
+    return cap * tanhf(score * (1.0f / cap));
 }
 
 // what other blocks wrote: not from L1, where lines may be older
@@ -112,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 #pragma unroll
     for (int i = 0; i < SCORED; i++)
-        if (side + i * SIDES < GROUP) p[(side + i * SIDES) * KEYS + key] = score[i];
+        if (side + i * SIDES < GROUP) p[(side + i * SIDES) * KEYS + key] = capped(score[i]);
     __syncthreads();
 
     int pieces = last / KEYS - first / KEYS + 1;

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from llmq.ops import cuda
-from llmq.ops.cuda.attention import attention_kernels, is_exact
+from llmq.ops.cuda.attention import attention_kernels, is_ours
 from llmq.ops.cuda.launch import Kernel
 from llmq.ops.cuda.linear import linear_kernels
 from llmq.ops.seam import Arguments
@@ -51,9 +51,9 @@ def _library_kernels(deterministic: bool) -> Mapping[str, Kernel]:
     return {**linear_kernels(None), **modelled}
 
 
-def _backward_workspace(exact: Kernel, deterministic: bool, call: Arguments) -> int:
-    if is_exact(call):
-        return exact.needed(call)
+def _backward_workspace(ours: Kernel, deterministic: bool, call: Arguments) -> int:
+    if is_ours(call):
+        return ours.needed(call)
     b, t, width = call.reads["att"].shape
     heads, kv_heads = call.numbers["num_heads"], call.numbers["num_kv_heads"]
     if "borders" not in call.reads:

@@ -14,16 +14,20 @@ WINDOWS = pytest.mark.parametrize("window", [None, 1, 3, 64, 65, 1000])
 BLOCKS = Sizes(b=2, t=2 * attention.QUERY_BLOCK + 5, c=4, hq=4, hkv=2, hd=4, f=4, v=4, vp=4)
 
 
-def numbers(size, window, longest=None):
-    return {"num_heads": size.hq, "num_kv_heads": size.hkv, "window": window, "longest": longest, "softmax_scale": 0.37}
+CAPS = pytest.mark.parametrize("cap", [None, 0.7], ids=["", "capped"])
 
 
-def forward(size, qkv, window):
+def numbers(size, window, longest=None, cap=None):
+    heads = {"num_heads": size.hq, "num_kv_heads": size.hkv}
+    return {**heads, "window": window, "longest": longest, "softmax_scale": 0.37, "softcap": cap}
+
+
+def forward(size, qkv, window, cap=None):
     shapes = [(*qkv.shape[:2], size.hq * size.hd), (qkv.shape[0], size.hq, qkv.shape[1])]
-    return run("attention_forward", shapes, qkv, None, **numbers(size, window))
+    return run("attention_forward", shapes, qkv, None, **numbers(size, window, cap=cap))
 
 
-def whole_matrix(size, qkv, window):
+def whole_matrix(size, qkv, window, cap=None):
     """att and lse, head by head, each from one (T,T) matrix of scores."""
     b, t = qkv.shape[:2]
     heads = qkv.reshape(b, t, -1, size.hd)
@@ -31,7 +35,8 @@ def whole_matrix(size, qkv, window):
     for n, h in np.ndindex(b, size.hq):
         group = h // (size.hq // size.hkv)
         q, k, v = heads[n, :, h], heads[n, :, size.hq + group], heads[n, :, size.hq + size.hkv + group]
-        weights = np.exp(0.37 * q @ k.T)
+        scores = 0.37 * q @ k.T
+        weights = np.exp(scores if cap is None else cap * np.tanh(scores / cap))
         for i, j in np.ndindex(t, t):
             if j > i or (window is not None and j <= i - window):
                 weights[i, j] = 0
@@ -40,26 +45,28 @@ def whole_matrix(size, qkv, window):
     return att.reshape(b, t, -1), lse
 
 
+@CAPS
 @WINDOWS
 @pytest.mark.parametrize("size", [ODD, BLOCKS], ids=["odd", "blocks"])
-def test_whole_score_matrix_agrees(size, window):
+def test_whole_score_matrix_agrees(size, window, cap):
     qkv = np.random.default_rng(0).standard_normal((size.b, size.t, size.q))
-    for got, expected in zip(forward(size, qkv, window), whole_matrix(size, qkv, window), strict=True):
+    for got, expected in zip(forward(size, qkv, window, cap), whole_matrix(size, qkv, window, cap), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-12)
 
 
 @WINDOWS
+@CAPS
 @pytest.mark.parametrize("groups", [(6, 2), (3, 3), (4, 1)], ids=str)
-def test_gradient_by_finite_differences(groups, window):
+def test_gradient_by_finite_differences(groups, window, cap):
     size = Sizes(b=2, t=70, c=4, hq=groups[0], hkv=groups[1], hd=4, f=4, v=4, vp=4)
     rng = np.random.default_rng(0)
     qkv = rng.standard_normal((size.b, size.t, size.q))
-    att, lse = forward(size, qkv, window)
+    att, lse = forward(size, qkv, window, cap)
     d_att = rng.standard_normal(att.shape)
-    gradient = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(size, window))
+    gradient = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(size, window, cap=cap))
 
     def loss(qkv):
-        return np.sum(forward(size, qkv, window)[0] * d_att)
+        return np.sum(forward(size, qkv, window, cap)[0] * d_att)
 
     check_gradient(loss, [qkv], gradient, np.abs(d_att).sum() * np.abs(qkv).max())
 
@@ -115,8 +122,9 @@ def test_packed_documents_have_the_bits_that_they_have_alone(dtype, window, long
 
 
 @pytest.mark.judge
+@CAPS
 @WINDOWS
-def test_torch_agrees(window):
+def test_torch_agrees(window, cap):
     torch = pytest.importorskip("torch")
     s = LARGE
     rng = np.random.default_rng(0)
@@ -126,11 +134,16 @@ def test_torch_agrees(window):
     i, j = torch.arange(s.t)[:, None], torch.arange(s.t)
     mask = (j <= i) & (j > i - (window or s.t))
     q, k, v = heads.split([s.hq, s.hkv, s.hkv], dim=1)
-    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.37, enable_gqa=True)
+    if cap is None:
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.37, enable_gqa=True)
+    else:
+        scores = 0.37 * q @ k.repeat_interleave(s.hq // s.hkv, dim=1).transpose(2, 3)
+        weights = (cap * torch.tanh(scores / cap)).masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        y = weights @ v.repeat_interleave(s.hq // s.hkv, dim=1)
     y = y.transpose(1, 2).reshape(s.b, s.t, -1)
     d_att = rng.standard_normal(y.shape)
     (y * torch.tensor(d_att)).sum().backward()
-    att, lse = forward(s, qkv, window)
-    (d_qkv,) = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(s, window))
+    att, lse = forward(s, qkv, window, cap)
+    (d_qkv,) = run("attention_backward", [qkv.shape], d_att, qkv, att, lse, None, **numbers(s, window, cap=cap))
     np.testing.assert_allclose(att, y.detach(), atol=1e-12)
     np.testing.assert_allclose(d_qkv, x.grad, atol=1e-10)

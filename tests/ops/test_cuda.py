@@ -384,6 +384,14 @@ def test_norms_without_a_residual_or_a_bias(op, name):
     check(case, "bf16")
 
 
+@gpu
+def test_scores_of_a_cache_may_have_a_soft_cap():
+    case = make("attention_cached", SIZES["large"])
+    case.numbers["softcap"] = 0.7
+    for dtype in DTYPES_HERE:
+        check(case, dtype)
+
+
 OF_NORMS = ("rmsnorm_forward", "rmsnorm_backward", "post_norm_forward", "qk_norm_forward", "qk_norm_backward")
 
 

@@ -33,9 +33,10 @@ CASES = pytest.mark.parametrize("size", SHAPES.values(), ids=SHAPES.keys())
 PACKED = pytest.mark.parametrize("max_docs", [None, 5], ids=["dense", "packed"])
 
 
-def numbers(size, window, borders=None):
+def numbers(size, window, borders=None, cap=None):
     """Documents of packed rows are cut at half a row."""
     return {
+        **({} if cap is None else {"softcap": cap}),
         "num_heads": size.hq,
         "num_kv_heads": size.hkv,
         "window": window,
@@ -57,16 +58,15 @@ def borders_of(size, max_docs, seed=0):
     return tensor(some_borders(np.random.default_rng([size.t, seed]), size.b, size.t, min(max_docs, size.t)))
 
 
-def reference(size, window, dtype, borders=None):
+def reference(size, window, dtype, borders=None, cap=None):
     """qkv and d_att stored in `dtype`, and what the reference makes of them: att, lse, d_qkv."""
     rng = np.random.default_rng([size.t, size.hd])
     qkv = tensor(rng.standard_normal((size.b, size.t, size.q)), dtype)
     d_att = tensor(rng.standard_normal((size.b, size.t, size.hq * size.hd)), dtype)
     att, lse, d_qkv = outputs(size, dtype, borders)
-    OPS["attention_forward"](att, lse, qkv, borders, **numbers(size, window, borders))
-    OPS["attention_backward"](
-        d_qkv, d_att, qkv, att.tensors[0], lse.tensors[0], borders, **numbers(size, window, borders)
-    )
+    chosen = numbers(size, window, borders, cap)
+    OPS["attention_forward"](att, lse, qkv, borders, **chosen)
+    OPS["attention_backward"](d_qkv, d_att, qkv, att.tensors[0], lse.tensors[0], borders, **chosen)
     return qkv, d_att, att, lse, d_qkv
 
 
@@ -115,18 +115,36 @@ def test_scratch_of_the_exact_kernels_is_one_number_per_query_and_head():
         planned("attention_forward", (2, 64, 10 * 264), "fp32", **numbers(replace(SMALL, hd=264), None))
 
 
+def test_a_soft_cap_takes_our_kernels_in_bf16_too():
+    chosen = numbers(replace(SMALL, hd=16), None, cap=50.0)
+    for dtype in ("bf16", "fp32"):
+        scratch = {op: planned(op, (2, 64, 160), dtype, **chosen) for op in OPS_HERE}
+        assert scratch == {"attention_forward": 0, "attention_backward": 2 * 6 * 64 * 4}
+    with pytest.raises(
+        UsageError, match="with a soft-cap on the GPU takes a head_dim up to 256, not 264: use --device"
+    ):
+        planned("attention_forward", (2, 64, 10 * 264), "bf16", **numbers(replace(SMALL, hd=264), None, cap=50.0))
+    with pytest.raises(UsageError, match="a soft-cap of 0 caps nothing"):
+        planned("attention_forward", (2, 64, 160), "bf16", **{**chosen, "softcap": 0.0})
+
+
 SOME, MORE = [90], [80, 86, 89, 100, 120]
 CAPABILITIES = pytest.mark.parametrize("capability", [*SOME, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE)])
 REGISTERS = {32: 104, 64: 120, 80: 144, 128: 144, 256: 168}  # most of any kernel and card, by head_dim
+CAP = int(np.float32(50).view(np.int32))
 
 
 @pytest.mark.sample("sweep")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [*SOME, *MORE])
-@pytest.mark.parametrize("packed", [0, 1], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "kind", "cap"),
+    [(0, "float", 0), (1, "float", 0), (0, "float", CAP), (1, "bf16", CAP)],
+    ids=["dense", "packed", "capped", "bf16"],
+)
 @pytest.mark.parametrize("head_dim", REGISTERS)
-def test_the_exact_kernels_compile_within_their_registers_and_do_not_spill(head_dim, capability, packed):
-    constants = {"HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed}
+def test_our_kernels_compile_within_their_registers_and_do_not_spill(head_dim, capability, packed, kind, cap):
+    constants = {"T": kind, "HD": head_dim, "GROUP": 7, "KV_HEADS": 2, "PACKED": packed, "CAP": cap}
     used, _ = compiled("attention", capability, constants)
     assert set(used) == {"attention_forward", "attention_backward_q", "attention_backward_kv"}
     assert all(not u.spill_bytes and u.registers <= REGISTERS[head_dim] for u in used.values()), used
@@ -150,20 +168,20 @@ class Runner:
 
         self.device, self.kernels = Device(), attention.attention_kernels(cudnn)
 
-    def bound(self, op, written, read, window, size):
+    def bound(self, op, written, read, window, size, cap=None):
         """A call with nothing left to give; the last of `read` are borders, or None."""
         import cupy
 
-        kernel, chosen = self.kernels[op], numbers(size, window, read[-1])
+        kernel, chosen = self.kernels[op], numbers(size, window, read[-1], cap)
         needed = kernel.needed(arguments_of(op, *written, *read, **chosen))
         scratch = {"scratch": cupy.full(needed, 0xFF, cupy.uint8)} if needed else {}
         handles = [*(self.device.output(o) for o in written), *(self.device.tensor(t) for t in read)]
         return lambda: kernel.launch(*handles, **chosen, **scratch)
 
-    def run(self, op, written, read, window, size):
+    def run(self, op, written, read, window, size, cap=None):
         import cupy
 
-        self.bound(op, written, read, window, size)()
+        self.bound(op, written, read, window, size, cap)()
         cupy.cuda.get_current_stream().synchronize()
         return [self.device.host(o.tensors[0].array) if o.wanted else None for o in written]
 
@@ -179,14 +197,14 @@ def runner(cudnn):
     return Runner(cudnn)
 
 
-def both_ways(runner, size, window, dtype, max_docs):
+def both_ways(runner, size, window, dtype, max_docs, cap=None):
     """qkv, and att, lse and d_qkv of the reference and of the GPU."""
     borders = borders_of(size, max_docs)
-    qkv, d_att, *right = reference(size, window, dtype, borders)
+    qkv, d_att, *right = reference(size, window, dtype, borders, cap)
     got = outputs(size, dtype, borders)
     att, lse, d_qkv = (o.tensors[0] for o in right)
-    a, s = runner.run("attention_forward", got[:2], [qkv, borders], window, size)
-    (d,) = runner.run("attention_backward", got[2:], [d_att, qkv, att, lse, borders], window, size)
+    a, s = runner.run("attention_forward", got[:2], [qkv, borders], window, size, cap)
+    (d,) = runner.run("attention_backward", got[2:], [d_att, qkv, att, lse, borders], window, size, cap)
     return qkv, (att.array, lse.array, d_qkv.array), (a, s, d)
 
 
@@ -221,6 +239,21 @@ def test_fp32(size, window, max_docs):
     np.testing.assert_allclose(a, att, atol=bound * np.abs(qkv.array).max(), rtol=0)
     np.testing.assert_allclose(s, lse, atol=bound * 10, rtol=0)
     assert np.linalg.norm(d.astype(np.float64) - d_qkv) <= bound * np.linalg.norm(d_qkv)
+
+
+@pytest.mark.gpu(emulated="None-bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("window", [None, 64])
+@PACKED
+def test_scores_with_a_soft_cap(window, dtype, max_docs):
+    """By our kernels. In bf16 both sides compute in f32 and round once, to neighbours at most."""
+    size = replace(SMALL, t=97, hd=32)
+    qkv, *found = both_ways(Runner(None), size, window, dtype, max_docs, cap=1.5)
+    (att, lse, d_qkv), (a, s, d) = ([x.astype(np.float64) for x in side] for side in found)
+    bound, unit = 2.0**-24 * (size.t + 2 * size.hd), 2.0**-7 if dtype == "bf16" else 0
+    assert (np.abs(a - att) <= bound * np.abs(qkv.read()).max() + unit * np.abs(att)).all()
+    np.testing.assert_allclose(s, lse, atol=bound * 10, rtol=0)
+    assert np.linalg.norm(d - d_qkv) <= (bound + unit) * np.linalg.norm(d_qkv)
 
 
 @pytest.mark.gpu

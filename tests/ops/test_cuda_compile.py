@@ -299,7 +299,9 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         numbers = {**heads, "window": 1000, "softmax_scale": 0.1}
         held = read(cache)
         written = Output("y", cache, dtype, (held,))
-        ops.attention_cached(out((8, 1, hq * hd), dtype, None), written, one_row, held, table, last, **numbers)
+        for capped in ({}, {"softcap": 50.0}):
+            att = out((8, 1, hq * hd), dtype, None)
+            ops.attention_cached(att, written, one_row, held, table, last, **numbers, **capped)
         for few in (1, 4):
             res, act, norm_weight = read((few, 1, c)), read((few, 1, f)), read((c,))
             qkv_weight, bias = read((width, c)), read((width,))
@@ -463,19 +465,22 @@ def test_every_launch_gives_its_kernel_what_it_declares(launches, sizes):
     check_arguments(launches)
 
 
+@pytest.mark.parametrize(("dtype", "cap"), [("fp32", None), ("bf16", 50.0)], ids=["", "capped"])
 @pytest.mark.parametrize("max_docs", [None, 8], ids=["dense", "packed"])
-def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, max_docs):
-    """In f32; and what finds the documents for cuDNN."""
+def test_every_launch_of_attention_gives_its_kernel_what_it_declares(launches, max_docs, dtype, cap):
+    """Of our kernels; and what finds the documents for cuDNN."""
     from llmq.ops.cuda import attention
 
     b, t, hq, hkv, hd = 4, 256, 14, 2, 64
     longest = None if max_docs is None else 100
     numbers = {"num_heads": hq, "num_kv_heads": hkv, "window": None, "longest": longest, "softmax_scale": 0.125}
+    numbers["softcap"] = cap
     lse = (b, hq, t) if max_docs is None else (b, t, hq)
     borders = None if max_docs is None else launches.tensor((b, max_docs + 1), "int32")
     shapes = {"att": (b, t, hq * hd), "qkv": (b, t, (hq + 2 * hkv) * hd), "lse": lse}
-    read = {name: launches.tensor(shape, "fp32") for name, shape in shapes.items()}
-    written = {name: launches.output(shape, "fp32", None) for name, shape in shapes.items()}
+    kinds = {"att": dtype, "qkv": dtype, "lse": "fp32"}
+    read = {name: launches.tensor(shape, kinds[name]) for name, shape in shapes.items()}
+    written = {name: launches.output(shape, kinds[name], None) for name, shape in shapes.items()}
     ops = bound(attention.attention_kernels(None))
     ops.attention_forward(written["att"], written["lse"], read["qkv"], borders, **numbers)
     ops.attention_backward(written["qkv"], read["att"], read["qkv"], read["att"], read["lse"], borders, **numbers)

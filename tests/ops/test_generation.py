@@ -20,13 +20,13 @@ HQ, HKV, HD, T = 6, 2, 4, 11
 HEADS = {"num_heads": HQ, "num_kv_heads": HKV}
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 99])
-def test_a_token_sees_what_it_sees_in_the_whole_sequence(window):
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (4, None), (99, None), (4, 0.7)])
+def test_a_token_sees_what_it_sees_in_the_whole_sequence(window, cap):
     """Sequences of different lengths, whose tokens before the last one were written to a cache in another order."""
     rng = np.random.default_rng(0)
     qkv, table = rng.standard_normal((3, T, (HQ + 2 * HKV) * HD)), rope_table(RopeConfig(), HD, T, np.float64)
     places = np.broadcast_to(np.arange(T, dtype=np.int32), (3, T))
-    numbers = {**HEADS, "window": window, "softmax_scale": HD**-0.5}
+    numbers = {**HEADS, "window": window, "softmax_scale": HD**-0.5, "softcap": cap}
     (turned,) = run("rope_forward", [qkv.shape], qkv, table, places, **HEADS)
     att, _ = run("attention_forward", [(3, T, HQ * HD), (3, HQ, T)], turned, None, longest=None, **numbers)
     order, last = [1, 2, 0], np.array([[4], [0], [T - 1]], np.int32)  # of the cache: which sequence, and its last token

@@ -17,12 +17,15 @@ from .cases import OWN_SCALES
 FUNCTION = Callable[..., tuple[Any, Any]]
 
 
+NUMBERS = (int, float, bool, str, int | None, float | None, tuple[int, ...], FUNCTION)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_is_typed_and_described_and_its_record_names_what_exists(op):
     found, hints = seam.record(op), get_type_hints(OPS[op])
     assert found.outputs and all(hints[name] is Output for name in found.outputs)
     assert found.inputs and all(hints[name] in (Tensor, Tensor | None) for name in found.inputs)
-    assert all(hints[name] in (int, float, bool, int | None, tuple[int, ...], FUNCTION) for name in found.numbers)
+    assert all(hints[name] in NUMBERS for name in found.numbers)
     assert "<-" in (inspect.getdoc(OPS[op]) or "")
     assert found.name == op and found is vars(OPS[op])["record"]
     assert (found.outputs, found.inputs, found.numbers) == seam.parse(OPS[op])

@@ -1,4 +1,5 @@
-"""Causal attention on the GPU: cuDNN for bf16, our own exact kernels for f32, there to check the rest with.
+"""Causal attention on the GPU: cuDNN for bf16, our own kernels for f32, there to check the rest with, and for scores
+with a soft-cap, which our graphs of cuDNN have not: they compute in f32 without tensor cores, whatever is stored.
 
 To cuDNN q, k and v are strided views of one packed (B,T,(Hq+2Hkv)*Hd), and so are their gradients; att is (B,T,Hq*Hd),
 lse (B,Hq,T) f32 is its `stats` as it is. Its left bound is our window: query i sees i - window < j <= i.
@@ -22,11 +23,12 @@ import numpy as np
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
 from llmq.ops.cuda import launch as gpu
+from llmq.ops.cuda.compile import Constants
 from llmq.ops.seam import Arguments
 from llmq.tensor import DTYPES
 
 ROWS, TILE, WARPS = 16, 32, 4  # cuda/attention.cu
-MAX_EXACT_HEAD_DIM = 256  # of the f32 kernels: four tiles of it fit the 99 KiB that every GPU has
+MAX_HEAD_DIM = 256  # of our kernels: four tiles of it fit the 99 KiB that every GPU has
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class AttentionShape:
     softmax_scale: float
     max_docs: int | None = None  # of a row; None: each row is one document
     longest: int | None = None  # tokens at which documents are cut
+    softcap: float | None = None  # of scores
 
     @property
     def places(self) -> int:
@@ -232,8 +235,8 @@ def _attention_forward(
     qkv, borders = read
     assert not att.accumulate and not lse.accumulate, "attention is written, not added to"
     shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
-    if _is_exact(qkv.array.dtype):
-        _launch("attention_forward", shape, shape.num_heads, att, lse, qkv, borders)
+    if _is_ours(qkv.array.dtype, shape.softcap):
+        _launch("attention_forward", shape, shape.num_heads, gpu.type_of(qkv, att), att, lse, qkv, borders)
         return
     plan = cudnn.plan("forward" if lse.wanted else "evaluate", shape)
     places, own = _places_bytes(shape), 0 if att.wanted else _att_bytes(shape)
@@ -250,10 +253,10 @@ def _attention_backward(cudnn: Cudnn, d_qkv: Output, /, *read: Any, scratch: Any
     assert not d_qkv.accumulate, "gradients of activations are written, not added to"
     shape = _shape(qkv.shape, borders.shape if borders else None, **numbers)
     (target,) = d_qkv.tensors
-    if _is_exact(qkv.array.dtype):
-        dots = gpu.room(scratch, _dots_bytes(shape))
-        _launch("attention_backward_q", shape, shape.num_heads, target, d_att, qkv, att, lse, borders, dots)
-        _launch("attention_backward_kv", shape, shape.num_kv_heads, target, d_att, qkv, lse, borders, dots)
+    if _is_ours(qkv.array.dtype, shape.softcap):
+        dots, kind = gpu.room(scratch, _dots_bytes(shape)), gpu.type_of(d_qkv, d_att, qkv, att)
+        _launch("attention_backward_q", shape, shape.num_heads, kind, target, d_att, qkv, att, lse, borders, dots)
+        _launch("attention_backward_kv", shape, shape.num_kv_heads, kind, target, d_att, qkv, lse, borders, dots)
         return
     plan, places = cudnn.plan("backward", shape), _places_bytes(shape)
     start = gpu.room(scratch, places + plan.workspace_bytes)
@@ -263,7 +266,7 @@ def _attention_backward(cudnn: Cudnn, d_qkv: Output, /, *read: Any, scratch: Any
 
 
 def attention_kernels(cudnn: Cudnn | None) -> dict[str, gpu.Kernel]:
-    """The two ops; None: in f32, which takes no cuDNN.
+    """The two ops; None: those of our own kernels, which take no cuDNN.
 
     What a bf16 call needs is read off its plan, so this is also where cuDNN refuses a head_dim, before anything is
     allocated.
@@ -274,7 +277,7 @@ def attention_kernels(cudnn: Cudnn | None) -> dict[str, gpu.Kernel]:
 
 
 def _forward_scratch(cudnn: Cudnn, call: Arguments) -> int:
-    if is_exact(call):
+    if is_ours(call):
         return 0
     shape = _shape_of(call)
     plan = cudnn.plan("forward" if call.writes.get("lse") else "evaluate", shape)
@@ -283,27 +286,30 @@ def _forward_scratch(cudnn: Cudnn, call: Arguments) -> int:
 
 def _backward_scratch(cudnn: Cudnn, call: Arguments) -> int:
     shape = _shape_of(call)
-    if is_exact(call):
+    if is_ours(call):
         return _dots_bytes(shape)
     return _places_bytes(shape) + cudnn.plan("backward", shape).workspace_bytes
 
 
 def _refuse(call: Arguments, capability: int) -> None:
-    """UsageError for what the f32 kernels do not take; cuDNN refuses when its plan is made."""
+    """UsageError for what our kernels do not take; cuDNN refuses when its plan is made."""
     shape = _shape_of(call)
-    if not is_exact(call):
+    if not is_ours(call):
         return
-    if shape.head_dim > MAX_EXACT_HEAD_DIM:
+    gpu.cap_bits(shape.softcap)
+    what, instead = "attention in fp32", "--model-dtype bf16 or --device cpu"
+    if shape.softcap is not None:
+        what, instead = "attention with a soft-cap", "--device cpu"
+    if shape.head_dim > MAX_HEAD_DIM:
         raise UsageError(
-            f"attention in fp32 on the GPU takes a head_dim up to {MAX_EXACT_HEAD_DIM}, not {shape.head_dim}: "
-            "use --model-dtype bf16 or --device cpu"
+            f"{what} on the GPU takes a head_dim up to {MAX_HEAD_DIM}, not {shape.head_dim}: use {instead}"
         )
-    gpu.at_most(gpu.GRID_SIDE, shape.batch, "sequences", "attention in fp32")
+    gpu.at_most(gpu.GRID_SIDE, shape.batch, "sequences", what)
 
 
-def is_exact(call: Arguments) -> bool:
-    """Whether a call runs our own f32 kernels; UsageError for what neither they nor cuDNN take."""
-    return _is_exact(DTYPES[call.reads["qkv"].dtype])
+def is_ours(call: Arguments) -> bool:
+    """Whether a call runs our own kernels; UsageError for what neither they nor cuDNN take."""
+    return _is_ours(DTYPES[call.reads["qkv"].dtype], call.numbers.get("softcap"))
 
 
 def _shape_of(call: Arguments) -> AttentionShape:
@@ -319,18 +325,20 @@ def _shape(
     window: int | None,
     longest: int | None,
     softmax_scale: float,
+    softcap: float | None = None,
 ) -> AttentionShape:
     batch, length, width = qkv
     window = None if window is None or window >= (longest or length) else window
     head_dim = width // (num_heads + 2 * num_kv_heads)
     max_docs = None if borders is None else borders[1] - 1
-    return AttentionShape(batch, length, num_heads, num_kv_heads, head_dim, window, softmax_scale, max_docs, longest)
+    sizes, of_docs = (batch, length, num_heads, num_kv_heads, head_dim, window), (max_docs, longest)
+    return AttentionShape(*sizes, softmax_scale, *of_docs, softcap)
 
 
-def _is_exact(dtype: np.dtype) -> bool:
+def _is_ours(dtype: np.dtype, softcap: float | None) -> bool:
     if dtype not in (DTYPES["fp32"], DTYPES["bf16"]):
         raise UsageError(f"attention on the GPU reads bf16 or fp32, not {dtype}: use --device cpu")
-    return dtype == DTYPES["fp32"]
+    return softcap is not None or dtype == DTYPES["fp32"]
 
 
 def _att_bytes(shape: AttentionShape) -> int:
@@ -378,10 +386,11 @@ def _packed(shape: AttentionShape, array: Any, prefix: str = "") -> dict[str, in
     return {prefix + name: start + 2 * offset for name, offset in zip("qkv", shape.offsets(), strict=True)}
 
 
-def _launch(entry: str, shape: AttentionShape, heads: int, *arguments: Output | Tensor | int | None) -> None:
-    """One f32 kernel: a block per tile of rows, head and sequence."""
-    constants = {"HD": shape.head_dim, "GROUP": shape.num_heads // shape.num_kv_heads, "KV_HEADS": shape.num_kv_heads}
-    constants["PACKED"] = int(shape.max_docs is not None)
+def _launch(entry: str, shape: AttentionShape, heads: int, kind: str, *arguments: Output | Tensor | int | None) -> None:
+    """One kernel of ours on values of a type: a block per tile of rows, head and sequence."""
+    group, is_packed = shape.num_heads // shape.num_kv_heads, int(shape.max_docs is not None)
+    constants: Constants = {"T": kind, "HD": shape.head_dim, "GROUP": group, "KV_HEADS": shape.num_kv_heads}
+    constants = {**constants, "PACKED": is_packed, "CAP": gpu.cap_bits(shape.softcap)}
     sizes = (shape.max_docs or 1, shape.extent, shape.length, shape.window or shape.length)
     numbers = (*map(np.int32, sizes), np.float32(shape.softmax_scale))
     grid = (-(-shape.length // ROWS), heads, shape.batch)

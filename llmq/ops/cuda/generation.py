@@ -52,6 +52,7 @@ def _refuse_heads(call: Arguments, capability: int) -> None:
             "use --device cpu"
         )
     gpu.at_most(gpu.GRID_SIDE, batch, "sequences", "generation", "a smaller --batch-size")
+    gpu.cap_bits(call.numbers.get("softcap"))
 
 
 def _parts_bytes(call: Arguments) -> int:
@@ -61,7 +62,13 @@ def _parts_bytes(call: Arguments) -> int:
 
 @gpu.asks(_parts_bytes, _refuse_heads)
 def attention_cached(
-    *operands: Any, num_heads: int, num_kv_heads: int, window: int | None, softmax_scale: float, scratch: Any = None
+    *operands: Any,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int | None,
+    softmax_scale: float,
+    softcap: float | None = None,
+    scratch: Any = None,
 ) -> None:
     """att (B,1,Hq*Hd), new_cache (B,S,2*Hkv*Hd) <- qkv (B,1,(Hq+2Hkv)*Hd), cache like new_cache, table (S,Hd) fp32,
     positions (B,1) int32. Of a cache that is not in the memory of the new one, all is copied."""
@@ -75,6 +82,7 @@ def attention_cached(
         new_cache.tensors[0].array[...] = cache.array
     sizes: Constants = {"HD": head_dim, "GROUP": group, "KV_HEADS": num_kv_heads, "KEYS": _keys(kind, head_dim)}
     constants: Constants = {"T": kind, **sizes, "N": gpu.access(head_dim, kind), "PLACES": batch * num_kv_heads}
+    constants = {**constants, "CAP": gpu.cap_bits(softcap)}
     pieces = _pieces(kind, head_dim, length)
     parts = gpu.room(scratch, 4 * batch * num_heads * pieces * (head_dim + 2))
     numbers = (np.int32(length), np.int32(min(window or length, length)), np.float32(softmax_scale))

@@ -123,6 +123,15 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else address(tensor.array)
 
 
+def cap_bits(cap: float | None) -> int:
+    """A soft-cap as a constant of a kernel, the bits of its f32; 0 for none. UsageError for what is no cap."""
+    if cap is None:
+        return 0
+    if not 0 < float(np.float32(cap)) < math.inf:
+        raise UsageError(f"a soft-cap of {cap:g} caps nothing: use a positive number, or none")
+    return int(np.float32(cap).view(np.int32))
+
+
 def address(array: Any) -> int:
     """Address of an array of the GPU (CuPy), or of the host's locked memory (NumPy), which has one for both."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

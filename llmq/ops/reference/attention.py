@@ -30,14 +30,16 @@ def _multiply_adds(call: Arguments) -> int:
 
 
 def _blocks_of(value: str, arrays: int) -> Callable[[Temporaries], int]:
-    """Whole tensors read, the value, and `arrays` of the scores of one block of queries of a key head's group."""
+    """Whole tensors read, the value, and `arrays` of the scores of one block of queries of a key head's group; backward
+    has their slopes at a cap, too."""
 
     def rule(a: Temporaries) -> int:
         length = a.inputs["qkv"].shape[1]
         keys = min(length, a.numbers["longest"] or length, (a.numbers["window"] or length) + QUERY_BLOCK)
         group = a.numbers["num_heads"] // a.numbers["num_kv_heads"]
         scores = a.width * min(QUERY_BLOCK, length) * keys * group
-        return a.copies("qkv", "att", "d_att") + a.size(value) + max(arrays * scores, a.writing(value))
+        slopes = scores if value == "d_qkv" and a.numbers.get("softcap") is not None else 0
+        return a.copies("qkv", "att", "d_att") + a.size(value) + max(arrays * scores + slopes, a.writing(value))
 
     return rule
 
@@ -55,19 +57,21 @@ def attention_forward(
     window: int | None,
     longest: int | None,
     softmax_scale: float,
+    softcap: float | None = None,
 ) -> None:
     """att (B,T,Hq*Hd), lse (B,Hq,T) <- qkv (B,T,(Hq+2Hkv)*Hd); lse = log sum over seen keys of exp(scale q k).
 
     `borders` (B,D+1) int32: the first tokens of a row's documents, ascending from 0, then T repeated; None: each row is
     one document. What is longer than `longest` tokens (the padding after a document) is cut into as many documents.
     lse is (B,T,Hq) where there are borders, as cuDNN keeps that of ragged documents.
+    `softcap`: scores s = scale q k are softcap * tanh(s / softcap) in their place (Gemma 2, 2024).
     """
     q, k, v = _groups(qkv.read(), num_heads, num_kv_heads)
     out = np.empty(q.shape, q.dtype)
     sums = np.empty((*q.shape[:3], q.shape[3] // k.shape[3]), q.dtype)
     for b, queries, keys, mask in _blocks(q.shape[0], q.shape[1], borders, window, longest, q.dtype):
         for h in range(num_kv_heads):
-            p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
+            p = _masked(_scores(q[b, queries, h], k[b, keys, h], softmax_scale, softcap), mask)
             largest = p.max(axis=-1, keepdims=True)
             p -= largest
             np.exp(p, out=p)
@@ -97,12 +101,13 @@ def attention_backward(
     window: int | None,
     longest: int | None,
     softmax_scale: float,
+    softcap: float | None = None,
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_att (B,T,Hq*Hd), qkv, att like d_att, lse, borders as in forward.
 
     The probabilities come back from lse: p = exp(scale * q k^T - lse). Then d_v = p^T d_att, d_p = d_att v^T,
     d_s = p * (d_p - rowsum(d_att * att)), d_q = scale * d_s k, d_k = scale * d_s^T q, the last two and d_v summed over
-    the query heads of a group.
+    the query heads of a group. At a soft-cap d_s goes by 1 - (s / softcap)^2 of the capped score s.
     """
     x = qkv.read()
     q, k, v = _groups(x, num_heads, num_kv_heads)
@@ -114,7 +119,9 @@ def attention_backward(
     hd = k.shape[-1]
     for b, queries, keys, mask in _blocks(q.shape[0], q.shape[1], borders, window, longest, q.dtype):
         for h in range(num_kv_heads):
-            p = _scores(q[b, queries, h], k[b, keys, h], mask, softmax_scale)
+            s = _scores(q[b, queries, h], k[b, keys, h], softmax_scale, softcap)
+            slope = None if softcap is None else 1 - (s / s.dtype.type(softcap)) ** 2
+            p = _masked(s, mask)
             p -= sums[b, queries, h][..., None]
             p = np.exp(p, out=p).reshape(-1, p.shape[-1])
             do = d_out[b, queries, h].reshape(-1, hd)
@@ -122,6 +129,8 @@ def attention_backward(
             d_s -= (do * out[b, queries, h].reshape(-1, hd)).sum(axis=-1, keepdims=True)
             d_s *= p
             d_s *= softmax_scale
+            if slope is not None:
+                d_s *= slope
             d_v[b, keys, h] += p.T @ do
             d_q[b, queries, h] = (d_s @ k[b, keys, h]).reshape(len(mask), -1)
             d_k[b, keys, h] += d_s.T @ q[b, queries, h].reshape(-1, hd)
@@ -160,10 +169,19 @@ def _blocks(
                 yield b, slice(first + begin, first + end), slice(first + low, first + end), mask
 
 
-def _scores(q: np.ndarray, k: np.ndarray, mask: np.ndarray, softmax_scale: float) -> np.ndarray:
-    """Masked scores (queries,G,keys) of q (queries,G*Hd) and k (keys,Hd); the group is part of the matmul's rows."""
+def _scores(q: np.ndarray, k: np.ndarray, softmax_scale: float, softcap: float | None) -> np.ndarray:
+    """Scores (queries*G,keys) of q (queries,G*Hd) and k (keys,Hd); the group is part of the matmul's rows."""
     s = q.reshape(-1, k.shape[-1]) @ k.T
     s *= softmax_scale
-    s = s.reshape(len(mask), -1, len(k))
+    if softcap is not None:
+        s /= softcap
+        np.tanh(s, out=s)
+        s *= softcap
+    return s
+
+
+def _masked(s: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Scores (queries,G,keys), in place, of which those of keys that a query does not see are -inf."""
+    s = s.reshape(len(mask), -1, s.shape[-1])
     s += mask[:, None]
     return s

@@ -64,12 +64,14 @@ def attention_cached(
     num_kv_heads: int,
     window: int | None,
     softmax_scale: float,
+    softcap: float | None = None,
 ) -> None:
     """att (B,1,Hq*Hd), new_cache (B,S,2*Hkv*Hd) <- qkv (B,1,(Hq+2Hkv)*Hd), cache, table (S,Hd), positions (B,1).
 
     The new token of sequence b is at i = positions[b] (int32). Its query and key are turned by the rotary embedding, as
     in `rope_forward`; its key and value are put in the cache there, in whose memory the new one may be. Then the query
     sees the keys j with i - window < j <= i (no window: all j <= i). Query head h reads key head h // (Hq / Hkv).
+    `softcap` as in `attention_forward`.
     """
     packed, (b, _, width) = qkv.read(), qkv.shape
     head_dim, group = width // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads
@@ -86,6 +88,8 @@ def attention_cached(
         kept = np.concatenate([held[sequence, seen], rows[sequence : sequence + 1]])
         k, v = kept.reshape(-1, 2, num_kv_heads, head_dim).transpose(1, 2, 0, 3)  # (Hkv,keys,Hd)
         scores = q[sequence] @ k.transpose(0, 2, 1) * q.dtype.type(softmax_scale)
+        if softcap is not None:
+            scores = np.tanh(scores / q.dtype.type(softcap)) * q.dtype.type(softcap)
         p = np.exp(scores - scores.max(axis=-1, keepdims=True))
         out[sequence] = p @ v / p.sum(axis=-1, keepdims=True)
     att.write(out.reshape(b, 1, -1))
