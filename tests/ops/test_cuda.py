@@ -346,6 +346,7 @@ def test_the_loss_is_summed_in_the_tree_of_the_reference(count):
 
 IN_PLACE = ["cross_entropy", "dropout", "embedding_noise", "rope_forward", "rope_backward", "rmsnorm_backward"]
 IN_PLACE += ["layernorm_backward", "post_norm_forward", "wide_qk_norm_backward"]
+IN_PLACE += ["scale", "softcap_forward", "softcap_backward"]
 
 
 @gpu
@@ -382,6 +383,19 @@ def test_norms_without_a_residual_or_a_bias(op, name):
     case = make(op, SIZES["odd"])
     case.inputs[name] = None
     check(case, "bf16")
+
+
+@gpu
+def test_multiples_without_a_residual_or_a_cap():
+    for op, absent, numbers in (
+        ("scale", "residual", {}),
+        ("softcap_forward", None, {"cap": np.inf}),
+        ("softcap_backward", "y", {"cap": np.inf}),
+    ):
+        case = make(op, SIZES["odd"])
+        case.inputs |= {absent: None} if absent else {}
+        case.numbers |= numbers
+        check(case, "bf16")
 
 
 @gpu

@@ -4,6 +4,7 @@ Launchers run on arrays that have an address and no memory, at the sizes of Qwen
 noted; each noted kernel is then compiled by NVRTC, held to recorded numbers of registers, and never spills.
 """
 
+import math
 import re
 import sys
 from collections import Counter, defaultdict
@@ -49,16 +50,16 @@ REGISTERS = {
         24: "whole_scale",
         32: (
             "apply_if_below apply_if_finite column_scale dequantize embedding_noise grad_scale last_norm_scale "
-            "output_gain_backward penalize repeat scale scale_update softcap_backward softcap_forward virtual_tokens"
+            "output_gain_backward penalize repeat scale_update virtual_tokens"
         ),
         40: (
             "absmax_mean add amax amax_scale bias_backward cache_write error_total importance low_rank_sums pack "
-            "rope_heads scale_columns_sum square sum_weight swiglu_apart_backward swiglu_apart_forward "
+            "rope_heads scale_columns_sum softcap_forward square sum_weight swiglu_apart_backward swiglu_apart_forward "
             "virtual_tokens_sum"
         ),
         48: (
-            "dropout embedding_forward fold importance_of_columns importance_of_rows qk_norm_forward sum_pieces "
-            "wide_qk_norm_forward"
+            "dropout embedding_forward fold importance_of_columns importance_of_rows qk_norm_forward scale "
+            "softcap_backward sum_pieces wide_qk_norm_forward"
         ),
         56: "held_amax transpose unpack",
         64: (
@@ -224,15 +225,18 @@ def model_launches(noted: Launches, b: int, t: int, c: int, hq: int, hkv: int, h
         one = out((1,), "fp32", None)
         ops.embedding_forward(out(x, dtype, None), tokens, read((v, c)))
         noise = {"alpha": 5.0, "seed": 2**40, "stream": 2**31}
-        ops.softcap_forward(out(x, dtype, None), read(x), cap=30.0)
-        ops.softcap_backward(out(x, dtype, None), read(x), read(x), cap=30.0)
+        for cap in (30.0, math.inf):
+            ops.softcap_forward(out(x, dtype, None), read(x), cap=cap)
+            for forms in ((None,), (ROW8,), (None, ROW8)):
+                ops.softcap_backward(out(x, dtype, *forms), read(x), read(x) if cap == 30 else None, cap=cap)
         ops.embedding_noise(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), **noise)
         for residual in (None, read(x)):
             place = {"rate": 0.1, "seed": 2**40, "stream": 2**31, "first": 3, "length": t}
             ops.dropout(out(x, dtype, None), read(x), noted.tensor((b,), "int32"), residual, **place)
             gains = noted.tensor((c,), "fp32")
             ops.scale_columns_forward(out(x, dtype, None), read(x), gains, residual and read((c,)), residual)
-            ops.scale(out(x, dtype, None), read(x), residual, factor=0.5)
+            for forms in ((None,), (ROW8,), (None, ROW8)):
+                ops.scale(out(x, dtype, *forms), read(x), residual, factor=0.5)
         for rank in (4, 16, 64):
             low, gram = noted.tensor((2 * f, rank), "fp32"), noted.tensor((rank, rank), "fp32")
             about = (read((2 * f, c)), low, gram, read((2 * f, rank)), noted.tensor((2 * f,), "fp32"))

@@ -25,6 +25,7 @@ SHARED += [("adamw", f"new_{name}", name) for name in ("master", "m", "v")]
 SHARED += [("sgd", f"new_{name}", name) for name in ("master", "m")]
 SHARED += [("last_norm_scale", "new_last_norm", "last_norm")]
 SHARED += [("sum_pieces", "out", "own"), ("linear_forward", "y", "residual"), ("linear_dgrad", "d_x", "residual")]
+SHARED += [("scale", "y", "residual")]
 SHARED += [("scale_update", f"new_{name}", name) for name in ("scale", "history", "amax")]
 
 

@@ -5,7 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from .build import check_gradient, run
+from llmq.errors import UsageError
+from llmq.ops import cuda
+
+from .build import arguments_of, check_gradient, output, run, tensor
 from .cases import ODD, make
 
 
@@ -28,6 +31,14 @@ def test_the_gradient_by_finite_differences(cap):
 
     check_gradient(loss, [x], [d_x], 10 * np.abs(d_y).sum())
     assert np.abs(y).max() < cap
+
+
+@pytest.mark.parametrize("cap", [0.0, -30.0])
+def test_what_is_no_cap_is_refused(cap):
+    x = tensor(np.ones((2, 8)), "bf16")
+    call = arguments_of("softcap_forward", output(x.shape, "bf16"), x, cap=cap)
+    with pytest.raises(UsageError, match=f"a soft-cap of {cap:g} caps nothing: use a positive number, or none"):
+        cuda.KERNELS["softcap_forward"].needed(call)
 
 
 def test_large_values_saturate():
