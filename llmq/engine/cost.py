@@ -7,7 +7,7 @@ proportion to what a few layers take for it: an estimate, which a plan of the wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmq.disk import GIB
@@ -21,7 +21,7 @@ from llmq.plan.spec import Spec
 # By plans of 2 and 3 layers the bytes of 20 came out exactly for every way to recompute and to offload, and the seconds
 # within 0.1%; where weights or gradients come a layer ahead, or weights are made each time, by 3 and 4.
 LAYERS = 2
-TIMED = ("only", "first", "middle", "last", "update")
+MICRO, UPDATE = ("only", "first", "middle", "last"), ("update",)  # what counts of the time of each half
 UPDATES = ("update", "publish", "publish_counted", "calibrate", "gather")
 LARGE_PIECES = GIB  # of states on the host: as many calls as needed in a plan, but few to count here
 TOKENS = 64  # of a sequence in a plan whose update is all that counts
@@ -70,7 +70,7 @@ class Costs:
 
     def __init__(self, scratch_bytes: Scratch | None, own_scratch_bytes: Scratch | None, rates: Rates) -> None:
         self._scratch_bytes, self._own_scratch_bytes, self._rates = scratch_bytes, own_scratch_bytes, rates
-        self._halves: dict[Spec, _Half] = {}
+        self._halves: dict[tuple[Spec, tuple[str, ...]], _Half] = {}
         self._whole: dict[Spec, Plan] = {}
 
     def of(self, spec: Spec, micro_steps: int) -> Cost:
@@ -81,8 +81,8 @@ class Costs:
         return replace(found, num_bytes=whole.total_bytes, host_bytes=whole.host_bytes)
 
     def _estimated(self, spec: Spec, micro_steps: int) -> Cost:
-        micro = self._half(_on_device(spec))
-        states, beside = self._half(_states(spec)), self._half(_states(_on_device(spec)))
+        micro = self._half(_on_device(spec), MICRO)
+        states, beside = (self._half(_states(one), UPDATE) for one in (spec, _on_device(spec)))
         num_bytes = micro.held_bytes + micro.spread * micro.live_bytes + states.held_bytes - beside.held_bytes
         host_bytes = micro.host_bytes + states.host_bytes - beside.host_bytes
         seconds = sum(micro.seconds[name] for name in micro_programs(micro_steps)) + states.seconds["update"]
@@ -94,28 +94,28 @@ class Costs:
             self._whole[spec] = make_plan(spec, self._own_scratch_bytes)
         return self._whole[spec]
 
-    def _half(self, spec: Spec) -> _Half:
+    def _half(self, spec: Spec, timed: tuple[str, ...]) -> _Half:
         """A plan of all layers in numbers, by two of a few where there are more."""
-        if spec not in self._halves:
+        if (spec, timed) not in self._halves:
             comes_ahead = not {"grad", "quant", "weight"}.isdisjoint(spec.memory.host)
             is_made = spec.precision.master == "none" or not spec.memory.persistent_quants
             layers = LAYERS + (comes_ahead or is_made)
             left = spec.config.num_layers - layers
             wanted = (layers, layers + 1) if left > 1 else (spec.config.num_layers,)
             plans = [make_plan(with_layers(spec, count), self._scratch_bytes) for count in wanted]
-            some = self._numbers(plans[0])
-            self._halves[spec] = some.grown(self._numbers(plans[1]), left) if left > 1 else some
-        return self._halves[spec]
+            some, *more = (self._numbers(plan, timed) for plan in plans)
+            self._halves[spec, timed] = some.grown(more[0], left) if more else some
+        return self._halves[spec, timed]
 
-    def _numbers(self, plan: Plan) -> _Half:
+    def _numbers(self, plan: Plan, timed: Sequence[str]) -> _Half:
         """A plan of a few layers in numbers."""
         hosts, tokens = plan.spec.memory.host, plan.spec.batch_size * plan.spec.seq_len
         counted = [one for name, one in plan.programs.items() if not hosts or name not in UPDATES]
         live = max(one.live_bytes["device"] for one in counted)
         arena = max(one.arena_bytes["device"] for one in counted)
-        timed = {id(one): one for one in map(plan.programs.__getitem__, TIMED)}
-        times = {key: program_seconds(one, self._rates, tokens) for key, one in timed.items()}
-        seconds = {name: times[id(plan.programs[name])] for name in TIMED}
+        distinct = {id(one): one for one in map(plan.programs.__getitem__, timed)}
+        times = {key: program_seconds(one, self._rates, tokens) for key, one in distinct.items()}
+        seconds = {name: times[id(plan.programs[name])] for name in timed}
         return _Half(plan.total_bytes - plan.arena_bytes(), live, arena / max(live, 1), plan.host_bytes, seconds)
 
 

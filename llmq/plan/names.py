@@ -1,9 +1,8 @@
 """Storages: the unique names of bytes, and where the scale of a copy is."""
 
-from dataclasses import replace
 from typing import Any
 
-from llmq.tensor import Ref, scale_shape
+from llmq.tensor import Ref, changed, scale_shape
 
 
 def storage_name(ref: Ref) -> str:
@@ -48,7 +47,7 @@ def own_scales(ref: Ref) -> Ref:
     assert ref.form is not None and ref.form.owns_scales
     name, shape = f"{ref.name}@scale/{ref.form.key}", scale_shape(ref.whole, ref.form)
     about: dict[str, Any] = {"name": name, "shape": shape, "dtype": ref.form.scales.dtype}
-    return replace(ref, **about, form=None, view=None, origin=replace(ref.origin, value_in=None, held=None))
+    return changed(ref, **about, form=None, view=None, origin=changed(ref.origin, value_in=None, held=None))
 
 
 def known_scale(ref: Ref) -> Ref | None:

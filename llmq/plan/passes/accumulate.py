@@ -23,7 +23,7 @@ def accumulate(calls: Sequence[Call], *, first: bool) -> list[Call]:
         # A slot is new in every program; storage outlasts it, and holds what earlier micro-steps have added.
         adds = (not first and not result.ref.is_sum) or place in written
         written.add(place)
-        return changed(result, accumulate=adds)
+        return changed(result, accumulate=adds) if adds != result.accumulate else result
 
     made: list[Call] = []
     sent: set[str] = set()  # gradients on the host that this program has written

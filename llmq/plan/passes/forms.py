@@ -12,6 +12,7 @@ Forms = frozenset[Form | None]
 Weights = Mapping[tuple[str, str], Forms]  # by space and name, the forms of each parameter that any program reads
 WEIGHTS = ("weight", "shard")
 OF_ONE_PROGRAM = ("activation", "shard")  # what a program reads of these, it may have written itself
+READ = frozenset((*OF_ONE_PROGRAM, *WEIGHTS))  # spaces of which only what is read is made
 
 
 def prune(calls: Sequence[Call]) -> list[Call]:
@@ -64,7 +65,7 @@ def forms(calls: Sequence[Call], weights: Weights, offloaded: Iterable[Item] = (
 
 def _wanted(ref: Ref, wanted: Mapping[tuple[str, bool], set[Form | None]], weights: Weights) -> tuple[Form | None, ...]:
     found: set[Form | None] = {ref.form}  # that an optimizer state is held in; of others the value
-    if ref.space in (*OF_ONE_PROGRAM, *WEIGHTS):
+    if ref.space in READ:
         found = set(wanted.get((ref.name, ref.again), ()))
     if ref.space in WEIGHTS:
         # The value of a weight that is its own master is the master's to write.

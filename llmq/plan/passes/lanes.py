@@ -123,7 +123,12 @@ def joined(calls: Sequence[Call]) -> dict[int, int]:
 
 def merged(*clocks: Clock) -> Clock:
     """What is done when all of these are: by lane, the latest call."""
-    return {lane: max(clock.get(lane, -1) for clock in clocks) for lane in {lane for clock in clocks for lane in clock}}
+    found = dict(clocks[0])
+    for clock in clocks[1:]:
+        for lane, index in clock.items():
+            if index > found.get(lane, -1):
+                found[lane] = index
+    return found
 
 
 def reads(call: Call) -> list[str]:
