@@ -25,7 +25,6 @@ MEMORIES = {
     "streamed": Memory(**BLOCK, host=("master", "m", "v", "grad", "weight")),
 }
 NONE = replace(BF16, master="none")
-OFTEN = (("e4m3", "kept"), ("none", "block"))
 SCRATCH = open_backend("planned", deterministic=True).scratch_bytes
 RATES = sustained(cards.named("RTX 4090"))
 
@@ -36,16 +35,16 @@ def wide(layers):
 
 
 CASES = [
-    pytest.param(precision, name, None, id=f"{key}-{name}", marks=() if (key, name) in OFTEN else pytest.mark.slow)
+    pytest.param(precision, name, None, id=f"{key}-{name}")
     for key, precision in {"bf16": BF16, "e4m3": FP8["e4m3", "current"], "none": NONE}.items()
     for name in MEMORIES
     if precision is not NONE or name != "streamed"
 ]
-OF_RANKS = [
-    pytest.param(BF16, name, level, marks=pytest.mark.slow) for name in ("gradients", "streamed") for level in range(4)
-]
+OF_RANKS = [(BF16, name, level) for name in ("gradients", "streamed") for level in range(4)]
 
 
+@pytest.mark.quick("e4m3-tiles", "none-block")
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize(("precision", "name", "level"), CASES + OF_RANKS)
 def test_few_layers_say_what_all_take(precision, name, level):
     """Of a run of one rank, and of each of two at a level of sharing."""

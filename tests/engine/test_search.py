@@ -39,7 +39,7 @@ def every_cost(search, alternatives):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changing", [False, True])
-def test_the_fastest_of_all_that_fit_is_first(changing):
+def test_the_fastest_of_all_that_fit_is_first(changing, few_remedies):
     """In rooms from little to enough for everything."""
     spec = searched(0).spec
     alternatives = [NOTHING, *(moments(spec) + masters(spec)[:1] if changing else [])]

@@ -23,7 +23,6 @@ from llmq.stores.sharding import Sharding
 from llmq.tensor import Ref, stored_bytes
 
 CONFIG = tiny(vocab_size=300, intermediate_size=176)  # matrices of several tiles of 128 rows, the last one short
-SLOW = pytest.mark.slow
 STATES = ("master", "m", "v")
 ALL = (*STATES, "grad", "weight")
 BLOCK = ("recompute_block",)
@@ -75,7 +74,7 @@ def test_what_is_on_the_host_takes_no_place_on_the_device(space, category, about
 
 
 @pytest.mark.quick("bf16-streams", "bf16-residuals", "bf16-remade", "bf16-all")
-@pytest.mark.sample
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize(
     ("memory", "columns"),
     [
@@ -106,9 +105,9 @@ def test_nothing_grows_with_the_number_of_layers(precision, memory, columns):
 
 
 @pytest.mark.quick("fp8-e4m3-delayed-3")
-@pytest.mark.sample
-@pytest.mark.parametrize("level", [0, 3, *(pytest.param(level, marks=SLOW) for level in (1, 2))])
-@pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed", pytest.param("fp8-e5m2-current", marks=SLOW)])
+@pytest.mark.sample("sweep")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8-e4m3-delayed", "fp8-e5m2-current"])
 def test_nothing_of_a_rank_grows_with_the_number_of_layers(level, precision):
     """But scales and partial sums of a few bytes; what the host has of shared states is half of all."""
     plans = [of_rank(level, DEEP, PRECISIONS[precision], config=replace(ranks.CONFIG, num_layers=n)) for n in (4, 6, 8)]

@@ -122,7 +122,7 @@ def test_gradients_are_those_of_finite_differences(config, about):
         assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
 
 
-@pytest.mark.sample
+@pytest.mark.sample("sweep")  # every method with every kind of scaling is among the bases below
 @pytest.mark.parametrize("name", METHODS)
 @EVERY
 def test_the_base_is_frozen_and_recomputing_changes_no_bit(precision, name):
@@ -321,7 +321,7 @@ def test_a_pack_is_the_sum_of_its_documents(name, wiring):
 
 
 @pytest.mark.quick("*0-lora", "*1-adalora", "*3-prefix")
-@pytest.mark.sample
+@pytest.mark.sample("sweep")
 @pytest.mark.parametrize("name", [*METHODS, "head"])
 @pytest.mark.parametrize("precision", [BF16, FP8["e4m3", "delayed"], FP8["e4m3", "rowwise"], FP8["e5m2", "blockwise"]])
 def test_they_can_be_planned_for_a_gpu(precision, name):

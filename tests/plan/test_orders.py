@@ -28,7 +28,9 @@ def on_random_lanes(seed, share=0.3):
     return lanes
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow if n < 6 else pytest.mark.sweep) for n in range(1, 12))]
+)
 def test_every_order_that_lanes_and_waits_allow_gives_the_same_bits(seed, monkeypatch):
     """Random plans, with memory poisoned before and after every slot's life."""
     precision, plain, moved = drawn(seed)
