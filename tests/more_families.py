@@ -23,6 +23,30 @@ def _of(architecture: str, model_type: str, **keys: Any) -> dict[str, Any]:
 
 
 MORE: dict[str, dict[str, Any]] = {
+    "gemma2": _of(
+        "Gemma2",
+        "gemma2",
+        head_dim=12,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=7,
+        sliding_window=6,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+        rope_theta=1000.0,
+    ),
+    "gemma3": _of(
+        "Gemma3",
+        "gemma3_text",
+        head_dim=8,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=16,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        rope_theta=1e5,
+        rope_local_base_freq=100.0,
+    ),
+    "olmo2": _of("Olmo2", "olmo2", rope_theta=500000.0),
+    "glm4": _of("Glm4", "glm4", attention_bias=True, head_dim=12, partial_rotary_factor=0.5, num_hidden_layers=2),
     "phi3": _of("Phi3", "phi3", sliding_window=9, rms_norm_eps=1e-4),
     "granite": _of(
         "Granite",

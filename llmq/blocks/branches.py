@@ -1,9 +1,33 @@
-"""Other ways onto the residual stream than Llama's."""
+"""Other ways into a sublayer and onto the residual stream than Llama's."""
+
+from collections.abc import Iterator
 
 from llmq.blocks.embed import Embed
-from llmq.blocks.stream import Added
+from llmq.blocks.stream import Added, RmsNorm
 from llmq.protocols import Ops, Parameters, Site, Slots
+from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
+
+
+class Unnormed:
+    """The first map reads the stream itself (OLMo 2)."""
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """No parameters."""
+        yield from ()
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """x (B,T,C), of which there is only the gradient."""
+        return (Slot("x", (b, t, c), ("norm",)),)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
+        """y <- a.res."""
+        site.forward(ops, a, y, a.res, getattr(w, site.key))
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
+        """d.res, dw <- d_y, d.out."""
+        site.backward(ops, a, d, d.x, getattr(dw, site.key), d_y, a.res, getattr(w, site.key))
+        ops.scale(d.res, d.x, d.out, factor=1.0)
 
 
 class Scaled(Added):
@@ -26,6 +50,34 @@ class Scaled(Added):
     ) -> None:
         """d_x, dw <- d.out, x."""
         ops.scale(d.branch, d.out, None, factor=self.factor)
+        site.backward(ops, a, d, d_x, getattr(dw, site.key), d.branch, x, getattr(w, site.key))
+
+
+class PostNorm(Added):
+    """out = res + rmsnorm(the last map's output) (Gemma 2, OLMo 2)."""
+
+    def __init__(self, norm: RmsNorm) -> None:
+        self.norm = norm
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """The norm's weight (C,)."""
+        yield at.vector("post_norm", size, file)
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """branch (B,T,C), the map's output, and post_rstd (B,T)."""
+        return Slot("branch", (b, t, c), ("block",)), Slot("post_rstd", (b, t), ("block",), "stat")
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, x: Ref) -> None:
+        """a.out <- x, a.res."""
+        site.forward(ops, a, a.branch, x, getattr(w, site.key))
+        ops.post_norm_forward(a.out, a.post_rstd, a.branch, w.post_norm, a.res, **self.norm.numbers)
+
+    def backward(
+        self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_x: Ref, x: Ref
+    ) -> None:
+        """d_x, dw <- d.out, x."""
+        read = (d.out, None, a.branch, w.post_norm, a.post_rstd)
+        ops.rmsnorm_backward(d.branch, dw.post_norm, *read, **self.norm.of_weight)
         site.backward(ops, a, d, d_x, getattr(dw, site.key), d.branch, x, getattr(w, site.key))
 
 

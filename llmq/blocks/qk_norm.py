@@ -1,4 +1,4 @@
-"""What happens to queries and keys before attention in a model that norms each of their heads (Qwen 3)."""
+"""What happens to queries and keys before attention in a model that norms them: each head (Qwen 3), or all at once."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +46,30 @@ class HeadNorms:
         """d.qkv, dw <- d.normed."""
         read = (d.normed, a.qkv, w.q_norm, w.k_norm, a.qk_rstd)
         ops.qk_norm_backward(d.qkv, dw.q_norm, dw.k_norm, *read, **self.back_numbers)
+
+
+class WideNorms(HeadNorms):
+    """normed = rmsnorm of all channels of q, and of all of k (OLMo 2)."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Weights of the norm of q and of k."""
+        h = self.heads
+        return h.num_heads * h.head_dim, h.num_kv_heads * h.head_dim
+
+    @property
+    def count(self) -> int:
+        """Norms of each token."""
+        return 2
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.normed <- a.qkv."""
+        ops.wide_qk_norm_forward(a.normed, a.qk_rstd, a.qkv, w.q_norm, w.k_norm, **self.numbers)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
+        """d.qkv, dw <- d.normed."""
+        read = (d.normed, a.qkv, w.q_norm, w.k_norm, a.qk_rstd)
+        ops.wide_qk_norm_backward(d.qkv, dw.q_norm, dw.k_norm, *read, **self.back_numbers)
 
 
 class NormedUnturned(Unturned):

@@ -7,19 +7,20 @@ answers some of these questions in another way than Llama, and its entry in `FAM
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
+import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.blocks.attention import Heads, Rotary
-from llmq.blocks.branches import Scaled, ScaledEmbed
+from llmq.blocks.branches import PostNorm, Scaled, ScaledEmbed, Unnormed
 from llmq.blocks.capped import Capped
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
 from llmq.blocks.mlp import Glu
-from llmq.blocks.qk_norm import HeadNorms, NormedRotary
+from llmq.blocks.qk_norm import HeadNorms, NormedRotary, WideNorms
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
@@ -129,6 +130,7 @@ class ConfigKeys(BaseModel, strict=True, validate_default=True):
     use_sliding_window: bool = False
     sliding_window: Size | None = None
     max_window_layers: Annotated[int, Field(ge=0, le=LARGEST)] = 28
+    window_pattern: Size = Field(1, alias="sliding_window_pattern")  # which says nothing here
     windows: Annotated[Any, PlainValidator(windows_of_layers)] = Field(None, alias="layer_types")
 
 
@@ -197,21 +199,25 @@ class Family:
 
     def heads(self, config: ModelConfig) -> Heads:
         """The heads of attention."""
-        return Heads(config.num_heads, config.num_kv_heads, config.head_dim, config.scales.attention_multiplier)
+        scales = config.scales
+        of_scores = (scales.of_scores, scales.attn_logit_softcapping)
+        return Heads(config.num_heads, config.num_kv_heads, config.head_dim, *of_scores)
 
     def rotary(self, config: ModelConfig, layer: int) -> Rotary:
         """What happens to queries and keys of a layer before attention."""
         heads, table = self.heads(config), config.table(layer)
-        return NormedRotary(HeadNorms(heads, self.norm(config)), table) if config.qk_norm else Rotary(heads, table)
+        if not (config.qk_norm or self.wiring.wide_qk_norm):
+            return Rotary(heads, table)
+        return NormedRotary((HeadNorms if config.qk_norm else WideNorms)(heads, self.norm(config)), table)
 
     def activation(self, config: ModelConfig) -> Activation:
         """What lies between the two maps of the MLP."""
-        return Glu()
+        return Glu(self.wiring.activation)
 
     def reader(self, config: ModelConfig, reader: LogitsReader) -> LogitsReader:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
-        divisor = config.scales.logits_scaling
-        return reader if divisor == 1 else Capped(reader, math.inf, 1 / divisor)
+        cap, divisor = config.scales.final_logit_softcapping, config.scales.logits_scaling
+        return reader if cap is None and divisor == 1 else Capped(reader, cap or math.inf, 1 / divisor)
 
     def head_rows(self, config: ModelConfig) -> Iterator[Row]:
         """The parameters of the norm before the head."""
@@ -225,21 +231,25 @@ class Family:
 
     def norm(self, config: ModelConfig) -> RmsNorm:
         """The norm before the head, and before sublayers."""
-        return RmsNorm(config.rms_norm_eps)
+        return RmsNorm(config.rms_norm_eps, self.wiring.norm_offset)
 
     def into(self, config: ModelConfig) -> Into:
         """What a sublayer's first linear map reads of the residual stream."""
-        return Normed(self.norm(config))
+        return Unnormed() if self.wiring.norms == "post" else Normed(self.norm(config))
 
     def onto(self, config: ModelConfig) -> Onto:
         """How a sublayer's last linear map is added to the residual stream."""
+        if self.wiring.norms != "pre":
+            return PostNorm(self.norm(config))
         factor = config.scales.residual_multiplier
         return Added() if factor == 1 else Scaled(factor)
 
-    def embed(self, config: ModelConfig, embed: Embed) -> Embed:
-        """The embedding, of which `embed` looks up the tokens."""
-        factor = config.scales.embedding_multiplier
-        return embed if factor == 1 else ScaledEmbed(embed, config.hidden_size, factor)
+    def embed(self, config: ModelConfig, dtype: str, noisy: Callable[[Embed], Embed]) -> Embed:
+        """The embedding of a model in `dtype`, `noisy` where noise is asked for."""
+        c, factor, embed = config.hidden_size, config.scales.embedding_multiplier, Embed()
+        if self.wiring.scaled:  # by a number of the model's dtype, as in transformers
+            embed = ScaledEmbed(embed, c, float(np.asarray(c**0.5, DTYPES[dtype])))
+        return noisy(embed) if factor == 1 else ScaledEmbed(noisy(embed), c, factor)
 
     def orders(self, config: ModelConfig) -> dict[str, HeadOrder]:
         """The tensors of attention whose channels are held in another order than in files."""

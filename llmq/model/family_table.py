@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, ValidationInfo
 
-from llmq.model.families import ConfigKeys, Family, Mistral, Qwen, UnrotatedKeys
-from llmq.model.key_types import Positive
+from llmq.model.families import ConfigKeys, Family, LocalRopeKeys, Mistral, Qwen, UnrotatedKeys, listed_windows
+from llmq.model.key_types import Positive, Size
+from llmq.model.rope_keys import parted
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
 
@@ -29,10 +30,35 @@ class Granite(Family):
     keys = GraniteKeys
 
 
+def every_nth_whole(listed: Any, info: ValidationInfo) -> tuple[int | None, ...]:
+    """Windows of layers, of which each `window_pattern`th attends in full, unless they are listed."""
+    every, layers = info.data.get("window_pattern", 1), info.data.get("num_layers", 0)
+    kinds = ["sliding_attention" if n % every else "full_attention" for n in range(1, layers + 1)]
+    return listed_windows(kinds if listed is None else listed, info)
+
+
 class GlmKeys(ConfigKeys):
     """Those of GLM 4, with biases unless a key says otherwise."""
 
     qkv_bias: bool = Field(True, alias="attention_bias")
+
+
+class Gemma2Keys(ConfigKeys):
+    """Those of Gemma 2, where every second layer attends in full, with soft-caps."""
+
+    window_pattern: Size = Field(2, alias="sliding_window_pattern")
+    windows: Annotated[Any, PlainValidator(every_nth_whole)] = Field(None, alias="layer_types")
+    query_pre_attn_scalar: Size | Positive = 256  # whole, unless it is given otherwise
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+
+
+class Gemma3Keys(LocalRopeKeys):
+    """Those of Gemma 3, where every sixth layer attends in full."""
+
+    window_pattern: Size = Field(6, alias="sliding_window_pattern")
+    windows: Annotated[Any, PlainValidator(every_nth_whole)] = Field(None, alias="layer_types")
+    query_pre_attn_scalar: Size | Positive = 256
 
 
 class Glm(Family):
@@ -61,6 +87,22 @@ class Windowed(Family):
         return {"layer_types": kinds, "sliding_window": next(filter(None, config.windows))} if config.windows else {}
 
 
+class Gemma2(Windowed):
+    """Norms on both sides that multiply by 1 + w, a scaled embedding, GeGLU, soft-caps."""
+
+    keys, act_key = Gemma2Keys, "hidden_activation"
+
+
+class Gemma3(Windowed):
+    """Gemma 2 with norms of q and k and a rope of layers with a window in place of soft-caps."""
+
+    keys, act_key = Gemma3Keys, "hidden_activation"
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the ropes of both kinds of layers."""
+        return super().counted(parted(keys))
+
+
 class SmolLm3Keys(UnrotatedKeys):
     """Those of config.json, where no layer has a window."""
 
@@ -77,6 +119,14 @@ class SmolLm3(Family):
         return {**super().counted(keys), "use_sliding_window": keys.get("use_sliding_window")}
 
 
+_SANDWICH = Names(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_GEMMA = Wiring(_SANDWICH, norms="both", norm_offset=1.0, activation="gelu_tanh", scaled=True)
+_OF_GEMMA = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "head_dim": 256, "num_key_value_heads": 4}
+_OF_GEMMA |= {"tie_word_embeddings": True, "sliding_window": 4096, "max_position_embeddings": 8192}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 FAMILIES: Table[Family] = table(
@@ -95,6 +145,40 @@ FAMILIES: Table[Family] = table(
             rope_kinds={"su": "longrope", "yarn": "longrope"},
             partial=True,
             wiring=Wiring(Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))),
+        ),
+        "Gemma2ForCausalLM": Gemma2(
+            "gemma2", {**_OF_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}, wiring=_GEMMA
+        ),
+        "Gemma3ForCausalLM": Gemma3(
+            "gemma3_text",
+            {**_OF_GEMMA, "max_position_embeddings": 131072},
+            facts={"qk_norm": True},
+            wiring=_GEMMA,
+            default_theta=1e6,
+        ),
+        "Olmo2ForCausalLM": Family(
+            "olmo2",
+            {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5},
+            wiring=Wiring(
+                Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+                norms="post",
+                wide_qk_norm=True,
+            ),
+        ),
+        "Glm4ForCausalLM": Glm(
+            "glm4",
+            {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
+            | {"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+            partial=True,
+            interleaved=True,
+            wiring=Wiring(
+                Names(
+                    attention_post_norm="post_self_attn_layernorm",
+                    up=("mlp.gate_up_proj",),
+                    mlp_post_norm="post_mlp_layernorm",
+                ),
+                norms="both",
+            ),
         ),
         "GlmForCausalLM": Glm(
             "glm",

@@ -42,6 +42,24 @@ _qwen25_small = partial(_qwen25, rms_norm_eps=1e-6, max_position=32768)
 _qwen25_large = partial(_qwen25, rms_norm_eps=1e-5, max_position=131072)
 _rope31 = RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
+_gemma3 = partial(
+    ModelConfig,
+    "Gemma3ForCausalLM",
+    local_rope=RopeConfig(),
+    tie_embeddings=True,
+    qk_norm=True,
+    bos_token_id=2,
+    eos_token_ids=(1, 106),
+    pad_token_id=0,
+    scales=Scales(query_pre_attn_scalar=256),
+)
+
+
+def _every(layers: int, nth: int, window: int) -> tuple[int | None, ...]:
+    """Windows of layers of which each nth attends in full."""
+    return tuple(window if layer % nth else None for layer in range(1, layers + 1))
+
+
 # vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim
 PRESETS: dict[str, ModelConfig] = {
     "tiny_llama3_50m": _llama3(256, 1024, 18, 4, 2, 64, tie_embeddings=True),
@@ -78,6 +96,28 @@ PRESETS: dict[str, ModelConfig] = {
         "GraniteForCausalLM", 49155, 4096, 12800, 40, 32, 8, 128, 1e-5, 4096, tie_embeddings=True,
         bos_token_id=0, eos_token_ids=(0,), pad_token_id=0, scales=Scales(0.0078125, 12.0, 0.22, 16.0),
     ),
+    "gemma2_9b": ModelConfig(
+        "Gemma2ForCausalLM", 256000, 3584, 14336, 42, 16, 8, 256, 1e-6, 8192, tie_embeddings=True,
+        windows=_every(42, 2, 4096), bos_token_id=2, eos_token_ids=(1,), pad_token_id=0,
+        scales=Scales(query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    ),
+    "gemma3_1b": _gemma3(262144, 1152, 6912, 26, 4, 1, 256, 1e-6, 32768, RopeConfig(1e6), windows=_every(26, 6, 512)),
+    "gemma3_4b": _gemma3(
+        262208, 2560, 10240, 34, 8, 4, 256, 1e-6, 131072, RopeConfig(1e6, "linear", 8.0), windows=_every(34, 6, 1024)
+    ),
+    "olmo2_7b": ModelConfig(
+        "Olmo2ForCausalLM", 100352, 4096, 11008, 32, 32, 32, 128, 1e-6, 4096, RopeConfig(500000.0),
+        eos_token_ids=(100257,), pad_token_id=100277,
+    ),
+    "smollm3_3b": ModelConfig(
+        "SmolLM3ForCausalLM", 128256, 2048, 11008, 36, 16, 4, 128, 1e-6, 65536, RopeConfig(5e6), tie_embeddings=True,
+        unrotated=tuple(range(3, 36, 4)), bos_token_id=128000, eos_token_ids=(128001,), pad_token_id=128004,
+    ),
+    "glm4_9b": ModelConfig(
+        "Glm4ForCausalLM", 151552, 4096, 13696, 40, 32, 2, 128, 1e-5, 32768,
+        RopeConfig(10000.0, partial=0.5, interleaved=True), qkv_bias=True,
+        eos_token_ids=(151329, 151336, 151338), pad_token_id=151329,
+    ),
 }  # fmt: skip
 
 
@@ -96,6 +136,11 @@ _TOKENIZERS = {
     "Mistral": "unsloth/mistral-7b",
     "phi4": "microsoft/phi-4",
     "granite3": "ibm-granite/granite-3.0-8b-base",
+    "gemma2": "unsloth/gemma-2-9b",
+    "gemma3": "unsloth/gemma-3-1b-pt",
+    "olmo2": "allenai/OLMo-2-1124-7B",
+    "smollm3": "HuggingFaceTB/SmolLM3-3B-Base",
+    "glm4": "zai-org/GLM-4-9B-0414",
 }
 # Short names of models of the Hub, which have weights.
 HUB_NAMES = {

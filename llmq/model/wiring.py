@@ -5,6 +5,9 @@ from dataclasses import dataclass
 ACTIVATIONS = {  # by transformers' names
     "silu": "silu",
     "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 
 
@@ -29,10 +32,18 @@ class Names:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The facts. `activation` is that of the MLP's gate; the layers' matrices may be `transposed` in files, (K,N)."""
+    """The facts. Norms lie before a sublayer ("pre"), after it ("post"), or on both sides ("both"), and multiply by
+    w + `norm_offset`. `activation` is that of the MLP's gate. The embedding may be `scaled` by sqrt(C), and
+    there may be a norm over all heads of q and one over all of k (`wide_qk_norm`). The layers' matrices may be
+    `transposed` in files, (K,N).
+    """
 
     names: Names = Names()
+    norms: str = "pre"
+    norm_offset: float = 0.0
     activation: str = "silu"
+    scaled: bool = False
+    wide_qk_norm: bool = False
     transposed: bool = False
 
 
@@ -41,9 +52,18 @@ LLAMA = Wiring()
 
 @dataclass(frozen=True)
 class Scales:
-    """Multipliers, by their keys in config.json."""
+    """Multipliers and soft-caps, by their keys in config.json."""
 
     attention_multiplier: float | None = None  # of scores; None: 1 / sqrt(Hd)
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the stream
     logits_scaling: float = 1.0  # by which logits are divided
+    query_pre_attn_scalar: float | None = None  # scores are divided by its root
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+
+    @property
+    def of_scores(self) -> float | None:
+        """What scores are multiplied by; None: 1 / sqrt(Hd)."""
+        root = self.query_pre_attn_scalar
+        return self.attention_multiplier if root is None else root**-0.5

@@ -87,7 +87,13 @@ def build_decoder(spec: Spec, sampling: Sampling) -> Model:
     def core(window: int | None, layer: int) -> Core:
         return CachedCore(heads, window, layer, unturned[layer].left, rotaries[layer].table)
 
-    return _generator(spec, spec.config.family.embed(spec.config, Embed()), core, unturned.__getitem__, sampling)
+    return _generator(
+        spec,
+        spec.config.family.embed(spec.config, spec.precision.model, lambda base: base),
+        core,
+        unturned.__getitem__,
+        sampling,
+    )
 
 
 def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
@@ -130,9 +136,12 @@ def _heads(spec: Spec) -> Heads:
 
 
 def _embed(spec: Spec) -> Embed:
-    c, alpha = spec.config.hidden_size, spec.regularization.neftune_alpha
-    embed = NoisyEmbed(Embed(), c, alpha, spec.seed, NOISE_STREAM) if alpha else Embed()
-    return spec.adapters.embed(spec.config.family.embed(spec.config, embed), spec.config)
+    config, alpha = spec.config, spec.regularization.neftune_alpha
+
+    def noisy(base: Embed) -> Embed:
+        return NoisyEmbed(base, config.hidden_size, alpha, spec.seed, NOISE_STREAM) if alpha else base
+
+    return spec.adapters.embed(config.family.embed(config, spec.precision.model, noisy), config)
 
 
 def _rotary(spec: Spec, layer: int) -> Rotary:
