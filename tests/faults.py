@@ -92,7 +92,7 @@ def _of_op(op: str, test: str, wrong: Callable[..., Any]) -> Fault:
 
 FAULTS = {
     # the maths of ops
-    "rope_frequencies_off_by_one": Fault("llmq.engine.stored:rope_table", (GOLDEN,), _off_by_one),
+    "rope_frequencies_off_by_one": Fault("llmq.model.rope:rope_table", (GOLDEN,), _off_by_one),
     "what_is_not_needed_is_made": Fault(
         "llmq.ops.arrays:_needed", (ARRAYS,), lambda real, needs, **outputs: frozenset(outputs.values())
     ),
