@@ -87,8 +87,8 @@ def test_without_a_card_there_is_an_order_and_no_rate():
 
 
 @pytest.mark.slow
-def test_what_the_host_has_no_room_for_is_not_proposed():
-    plan = plan_of(BF16, config=tiny(num_layers=4, **WIDE))
+def test_what_the_host_has_no_room_for_is_not_proposed(few_remedies):
+    plan = plan_of(BF16, config=tiny(num_layers=2, **WIDE))
     free = plan.total_bytes // 2
     plenty = remedies(plan, Limits(free, card=H200))
     most = max(one.cost.host_bytes for one in plenty)
@@ -115,7 +115,7 @@ def test_the_host_of_many_processes_is_said_of_all():
 
 
 @pytest.mark.slow
-def test_what_leaves_the_host_is_named_where_that_is_small():
+def test_what_leaves_the_host_is_named_where_that_is_small(few_remedies):
     hosted = Memory(("recompute_block",), offload=("residual",), host=("m", "v", "grad"))
     plan = plan_of(BF16, hosted, tiny(num_layers=1))
     found = remedies(plan, Limits(1 << 40, host_bytes=0))
@@ -130,7 +130,7 @@ def test_what_leaves_the_host_is_named_where_that_is_small():
 
 
 @pytest.mark.slow
-def test_copies_of_weights_may_be_made_for_each_use():
+def test_copies_of_weights_may_be_made_for_each_use(few_remedies):
     memories = (Memory(), Memory(persistent_quants=False))
     plan, small = (plan_of(FP8_HEAD, memory, tiny(num_layers=1)) for memory in memories)
     assert "--no-persistent-quants" in flags(remedies(plan, Limits(small.total_bytes, host_bytes=0)))
@@ -141,7 +141,7 @@ def test_copies_of_weights_may_be_made_for_each_use():
 
 
 @pytest.mark.slow
-def test_watching_fp8_is_counted_and_may_be_left():
+def test_watching_fp8_is_counted_and_may_be_left(few_remedies):
     plan = plan_of(FP8_HEAD, config=tiny(num_layers=1), batch_size=8, seq_len=32, observe=True)
     plain = plan_of(FP8_HEAD, config=tiny(num_layers=1), batch_size=8, seq_len=32)
     assert plain.total_bytes < plan.total_bytes
@@ -149,7 +149,7 @@ def test_watching_fp8_is_counted_and_may_be_left():
 
 
 @pytest.mark.slow
-def test_the_other_attention_is_proposed_where_its_workspace_is_what_is_missing():
+def test_the_other_attention_is_proposed_where_its_workspace_is_what_is_missing(few_remedies):
     plan = plan_of(BF16, Memory((), attention_chunks=8), tiny(num_layers=1), batch_size=8, scratch_bytes=workspace)
     room = Limits(plan.total_bytes - SCRATCH // 2, workspace, nothing, host_bytes=0)
     assert "--no-deterministic" in flags(remedies(plan, room))
@@ -177,7 +177,7 @@ def test_where_nothing_fits_that_is_said(few_remedies):
 
 
 @pytest.mark.slow
-def test_the_level_that_shares_all_is_a_remedy_of_many_ranks():
+def test_the_level_that_shares_all_is_a_remedy_of_many_ranks(few_remedies):
     plan = plan_of(BF16, config=tiny(num_layers=1, **WIDE), sharding=Sharding(0, 2, states=True))
     shared = plan_of(BF16, config=tiny(num_layers=1, **WIDE), sharding=Sharding(0, 2, True, True, True))
     found = remedies(plan, Limits(shared.total_bytes, host_bytes=0, processes=2, card=H200))
@@ -205,7 +205,7 @@ def test_the_smallest_remedy_of_a_large_model_is_first(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [None, 400])
+@pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.sweep), 400])
 def test_every_number_is_within_the_machine(capsys, limit):
     """70B on eight cards needs level 3 first; without it the processes would keep 2.7 TiB."""
     limits = [] if limit is None else [f"--host-memory-limit={limit}GiB"]

@@ -87,7 +87,7 @@ def units(model, monkeypatch):
 
 @pytest.mark.slow
 def test_no_longer_one_fits(estimated, units):
-    limit = f"--memory-limit={CONTEXT + 36}MiB"
+    limit = f"--memory-limit={CONTEXT + 34}MiB"
     code, said = estimated(units, *FLAGS, limit, "--longest")
     found = re.search(r"in steps of 128 tokens: (--seq-len (\d+) --seq-tiles (\d+) --lmhead-chunks (\d+))", said.out)
     length, tiles, chunks = map(int, found.groups()[1:])

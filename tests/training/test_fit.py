@@ -12,6 +12,7 @@ from llmq.backends.opening import open_backend
 from llmq.cli import shell
 from llmq.cli.train import command as train_command
 from llmq.disk import GIB, MIB
+from llmq.engine import advice, cost
 from llmq.errors import MemoryLimitError, UsageError
 from llmq.files.source import find_source
 from llmq.hardware import cards, device
@@ -29,6 +30,7 @@ from llmq.training.ready import Facts
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_layers": 3}
 CONTEXT = cards.CONTEXT_BYTES
 SIZES = {"global_batch_size": 8, "seq_len": 256}
+UNCUT = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 1}
 NUMBERS = ("model_dtype", "matmul_dtype", "opt_m_dtype", "opt_v_dtype", "master_dtype", "grad_accum_dtype")
 
 
@@ -40,7 +42,7 @@ def folder(path, **shape):
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, few_remedies):
     return folder(tmp_path / "model", **SHAPE)
 
 
@@ -62,6 +64,11 @@ def about(options):
     facts = Facts(find_source(options.model.model, from_scratch=True).config, where)
     backend = open_backend("planned", **device.backend_settings(options.system, where))
     return options, facts.spec, where, backend, options.data.batch_size * options.data.grad_accumulation
+
+
+def flags(given):
+    """Options as typed."""
+    return [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
 
 
 def within(mib, **more):
@@ -103,11 +110,11 @@ def test_numbers_change_only_where_they_may(model, may, changing):
 
 
 @pytest.mark.slow
-def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path):
-    wide = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096}
+def test_e4m3_is_taken_where_it_may_and_is_faster(tmp_path, few_remedies):
+    wide = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 4096, "num_layers": 1}
     model = folder(tmp_path / "wide", **wide)
     for may, dtype in ((None, "bf16"), ("matmul", "e4m3")):
-        options = options_of(model, fit_may=may, seq_len=1024)
+        options = options_of(model, fit_may=may, seq_len=1024, batch_size=8, **UNCUT)
         assert fitted(*about(options)).options.precision.matmul_dtype == dtype
 
 
@@ -117,7 +124,7 @@ def test_the_size_of_a_micro_batch_stays_where_it_is_given(few, given):
     """At its default, too, and where it follows from what is given."""
     sizes = {"global_batch_size": None, "batch_size": 4, "grad_accumulation": 2, **given}
     only = {key: value for key, value in sizes.items() if key in ("global_batch_size", *given)}
-    chosen = fitted(*about(options_of(few, lmhead_chunks=1, attn_bwd_chunks=1, seq_tiles=1, **only)))
+    chosen = fitted(*about(options_of(few, **UNCUT, **only)))
     assert "batch_size" not in chosen.changes and chosen.options.data.batch_size == sizes["batch_size"]
 
 
@@ -125,8 +132,7 @@ def test_the_size_of_a_micro_batch_stays_where_it_is_given(few, given):
 def test_a_search_says_now_and_then_how_many_it_tried(few, monkeypatch, planned):
     """Off a terminal, too; here at every one."""
     monkeypatch.setattr(screen, "PLAIN_S", 0.0)
-    given = [f"--{key.replace('_', '-')}={value}" for key, value in {"batch_size": 2, "attn_bwd_chunks": 1}.items()]
-    code, said = planned(few, "--gpu=RTX 4090", "--fit", *given, "--seq-tiles=1", "--lmhead-chunks=1")
+    code, said = planned(few, "--gpu=RTX 4090", "--fit", "--batch-size=2", *flags(UNCUT))
     lines = said.err.splitlines()
     assert code == 0 and lines[:2] == [f"{fit.SEARCHING}: {n}" for n in range(2)]
 
@@ -148,22 +154,24 @@ def test_what_is_given_stays(model, given, room):
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_nearest_is_named_with_what_would_help(model):
-    found = refused(options_of(model, **within(1)))
+def test_where_nothing_fits_the_nearest_is_named_with_what_would_help(few):
+    found = refused(options_of(few, **UNCUT, **within(1)))
     assert found.startswith("--fit: no setting fits: the nearest, --") and "--batch-size 1" in found
     assert "1.0 MiB are free" in found and "MiB are missing" in found and "\n" not in found
-    hosted = options_of(model, offload_optimizer=True, **within(1, host_memory_limit="1MiB"))
+    hosted = options_of(few, offload_optimizer=True, **UNCUT, **within(1, host_memory_limit="1MiB"))
     assert "MiB of the host, 1.0 MiB are free" in refused(hosted)
     little_less = float(re.search(r"needs ([\d.]+) MiB", found)[1]) - 0.1  # than what fits if no number changes
-    assert refused(options_of(model, **within(little_less))).endswith(": --fit-may states,matmul allows one that does")
-    sized = options_of(model, global_batch_size=None, batch_size=4, fit_may="states,matmul", **within(1))
+    assert refused(options_of(few, **UNCUT, **within(little_less))).endswith(
+        ": --fit-may states,matmul allows one that does"
+    )
+    sized = options_of(few, global_batch_size=None, batch_size=4, fit_may="states,matmul", **UNCUT, **within(1))
     assert "--global-batch-size in place of --batch-size and --grad-accumulation" in refused(sized)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_numbers(model):
+def test_a_resumed_run_keeps_its_numbers(few):
     kept = {"matmul_dtype": "bf16", "opt_m_dtype": "int8", "opt_v_dtype": "e4m3", "master_dtype": "bf16"}
-    flat = fitted(*about(options_of(model, fit_may="states,matmul", **within(50))), kept=kept).options.to_flat()
+    flat = fitted(*about(options_of(few, fit_may="states,matmul", **UNCUT, **within(50))), kept=kept).options.to_flat()
     assert {key: flat[key] for key in kept} == kept
 
 
@@ -175,7 +183,7 @@ def test_what_a_search_cannot_compare_is_refused(model):
 
 @pytest.mark.slow
 def test_a_size_has_the_rates_of_a_card_which_is_named(few):
-    given = {"lmhead_chunks": 1, "attn_bwd_chunks": 1, "seq_tiles": 1, "batch_size": 1}
+    given = {**UNCUT, "batch_size": 1}
     title, *rows = fitted(*about(options_of(few, gpu="24GiB", **given))).lines
     assert "with the rates of the RTX 4090, as those of 24 GiB are not known, and" in title
     assert rows[1] == fitted(*about(options_of(few, **given))).lines[2]
@@ -208,15 +216,17 @@ def planned(estimated):
 
 
 @pytest.mark.slow
-def test_an_estimate_takes_the_first(planned, model):
-    limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
-    code, said = planned(model, "--gpu=RTX 4090", limit)
+def test_an_estimate_takes_the_first(planned, model, monkeypatch):
+    given = ("--gpu=RTX 4090", f"--memory-limit={CONTEXT // MIB + 40}MiB", *flags(UNCUT))
+    with monkeypatch.context() as patched:
+        patched.setattr(advice, "remedies", lambda plan, room: [])
+        code, said = planned(model, *given)
     assert code == 4 and "are missing" in said.err
-    code, said = planned(model, "--gpu=RTX 4090", limit, "--fit")
+    code, said = planned(model, *given, "--fit")
     assert code == 0 and "1 is taken:" in said.out and "within --memory-limit" in said.out
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     again = first[first.index("--") :].split()
-    code, plain = planned(model, "--gpu=RTX 4090", limit, *again)
+    code, plain = planned(model, *given, *again)
     assert code == 0 and plain.out.splitlines() == said.out.splitlines()[-len(plain.out.splitlines()) :]
 
 
@@ -224,7 +234,7 @@ def test_an_estimate_takes_the_first(planned, model):
 def test_many_gpus_offload_what_their_level_leaves(planned, model):
     """Gradients are whole on each at level 1, and so are weights."""
     room = f"--memory-limit={CONTEXT // MIB + 40}MiB"
-    code, said = planned(model, "--gpu=RTX 4090", "--gpus=2", "--zero-level=1", room, "--fit")
+    code, said = planned(model, "--gpu=RTX 4090", "--gpus=2", "--zero-level=1", room, *flags(UNCUT), "--fit")
     assert code == 0, said.err
     first = next(line for line in said.out.splitlines() if line.startswith("1 "))
     assert "--offload-gradients" in first and "--stream-weights" in first
@@ -238,7 +248,7 @@ def dry_run(capsys, *arguments):
 def test_a_dry_run_fits_and_says_what_it_took(capsys, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     limit = f"--memory-limit={CONTEXT // MIB + 40}MiB"
-    code, said = dry_run(capsys, "--gpu=RTX 4090", "--seq-len=256", f"--model={model}", limit)
+    code, said = dry_run(capsys, "--gpu=RTX 4090", "--seq-len=256", f"--model={model}", limit, *flags(UNCUT))
     assert code == 0 and "1 is taken:" in said.out and "On disk:" in said.out, said.err
 
 
@@ -249,15 +259,30 @@ def test_the_cpu_is_not_searched_for(capsys, model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_search_for_the_largest_models_takes_as_long_as_a_few_plans(tmp_path):
-    """72B, streamed, inside half of an H200: about four times as long as the plan of the whole, which it makes once."""
-    config = preset("Qwen2.5-72B")
-    assert config.num_layers == 80
-    options = options_of("Qwen2.5-72B", gpu="H200", memory_limit="80GiB", global_batch_size=512, seq_len=1024)
-    given = about(options)
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        pytest.param({}, 8, marks=pytest.mark.sweep, id="all open"),
+        pytest.param({**UNCUT, "batch_size": 16, "grad_accumulation": 32, "global_batch_size": None}, 4, id="uncut"),
+    ],
+)
+def test_a_search_for_the_largest_models_takes_as_long_as_a_few_plans(given, most, monkeypatch):
+    """72B, streamed, inside half of an H200: where all is open about four times as long as the plan of the whole, which
+    it makes once."""
+    whole = []
+
+    def timed(spec, scratch_bytes):
+        began = time.process_time()
+        plan = make_plan(spec, scratch_bytes)
+        if spec.config.num_layers == preset("Qwen2.5-72B").num_layers == 80:
+            whole.append(time.process_time() - began)
+        return plan
+
+    monkeypatch.setattr(cost, "make_plan", timed)
+    sizes = {"gpu": "H200", "memory_limit": "80GiB", "global_batch_size": 512, "seq_len": 1024}
+    arguments = about(options_of("Qwen2.5-72B", **{**sizes, **given}))
     began = time.process_time()
-    found = fitted(*given)
-    took, began = time.process_time() - began, time.process_time()
-    make_plan(found.plan.spec, given[3].scratch_bytes)
-    assert took < 8 * (time.process_time() - began)
+    found = fitted(*arguments)
+    took = time.process_time() - began
+    assert len(whole) == 1 and took < most * whole[0]
     assert found.plan.total_bytes <= 80 * GIB - CONTEXT
