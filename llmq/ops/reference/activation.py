@@ -3,19 +3,26 @@
 import numpy as np
 
 from llmq.operands import Output, Tensor
+from llmq.ops.reference.gelu import forward_temporaries
 from llmq.ops.reference.swiglu import formulas
 from llmq.ops.seam import op
-from llmq.ops.temporaries import elementwise
+from llmq.ops.temporaries import Temporaries
 
 
-@op(family="swiglu", forms={"act"}, temporaries=elementwise("act", 2, "x"))
+@op(family="swiglu", forms={"act"}, temporaries=forward_temporaries("x"))
 def activation_forward(act: Output, /, x: Tensor, *, activation: str) -> None:
     """act (...,F) <- x (...,F): the activation of that name."""
     value, _ = formulas(activation)
     act.write(value(x.read()))
 
 
-@op(family="swiglu", forms={"d_x"}, temporaries=elementwise("d_x", 4, "x", "d_act", held=1))
+def _temporaries(a: Temporaries) -> int:
+    """Value and slope, beside what makes them, what they are multiplied by, and what is written."""
+    own = 2 * a.size("d_x")
+    return a.copies("x") + own + max(own, a.copies("d_act"), a.writing("d_x"))
+
+
+@op(family="swiglu", forms={"d_x"}, temporaries=_temporaries)
 def activation_backward(d_x: Output, /, d_act: Tensor, x: Tensor, *, activation: str) -> None:
     """d_x (...,F) <- d_act (...,F), x (...,F): d_act times the activation's slope."""
     given, (_, both) = x.read(), formulas(activation)

@@ -6,10 +6,19 @@
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
+from llmq.ops.temporaries import Temporaries, elementwise
+
+IN_PLACE = ("gelu_tanh", "relu2")  # those whose values need no array beside them
 TWICE_C, CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # of gelu_tanh
+
+
+def forward_temporaries(x: str) -> Callable[[Temporaries], int]:
+    """What the value of an activation needs, and what is made of it in its memory."""
+    return lambda a: elementwise("act", 1 if a.numbers.get("activation") in IN_PLACE else 2, x)(a)
 
 
 def gelu(x: np.ndarray) -> np.ndarray:

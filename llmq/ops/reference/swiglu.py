@@ -9,12 +9,12 @@ import numpy as np
 
 from llmq.errors import UsageError
 from llmq.operands import Output, Tensor
-from llmq.ops.reference.gelu import gelu, gelu_both, gelu_tanh, gelu_tanh_both, relu2, relu2_both
+from llmq.ops.reference.gelu import forward_temporaries, gelu, gelu_both, gelu_tanh, gelu_tanh_both, relu2, relu2_both
 from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise
 
 
-@op(family="swiglu", forms={"act"}, temporaries=elementwise("act", 2, "gate_up"))
+@op(family="swiglu", forms={"act"}, temporaries=forward_temporaries("gate_up"))
 def swiglu_forward(act: Output, /, gate_up: Tensor, *, activation: str = "silu") -> None:
     """act (B,T,F) <- gate_up (B,T,2F): activation(gate) * up."""
     act.write(_product(*halves(gate_up.read()), activation))
