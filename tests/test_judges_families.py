@@ -16,9 +16,10 @@ import peft
 import torch
 import transformers
 from golden import families, transformers_judge
-from golden.engines import FP64, engine_of, gradients, parameters, relative_errors
+from golden.engines import FP64, engine_of, gradients, relative_errors
 from more_families import MORE, ROPES
 from safetensors.numpy import load_file, save_file
+from test_judges import LENGTH, assert_same_adamw_run, drawn_batch
 from tiny_engines import next_logits
 
 import llmq
@@ -30,16 +31,13 @@ from llmq.files.huggingface import Export, checked_tensors, read_rows
 from llmq.files.source import find_source
 from llmq.model.config import from_folder, read_config, to_hf
 from llmq.model.family_table import FAMILIES
-from llmq.model.optimizer import Hyperparameters
 from llmq.model.parameters import parameter_rows
-from llmq.optimizers.adamw import AdamW
 
 pytestmark = pytest.mark.judge
 EVERY = pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in MORE.items()])
 WITH_ROPES = pytest.mark.parametrize(
     "config", [pytest.param(config, id=name) for name, config in (MORE | ROPES).items()]
 )
-LENGTH = 24
 
 
 def weights_of(config, seed=1):
@@ -48,13 +46,9 @@ def weights_of(config, seed=1):
     return families.weights(config, seed, {name: tuple(value.shape) for name, value in named})
 
 
-def batch_of(config, index):
-    return families.batch(config["vocab_size"], index, length=LENGTH)
-
-
 @WITH_ROPES
 def test_gradients_and_logits_in_f64(config):
-    weights, (tokens, targets) = weights_of(config), batch_of(config, 1)
+    weights, (tokens, targets) = weights_of(config), drawn_batch(config, 1)
     with transformers_judge.doubled():
         model = transformers_judge.model_of(config, weights, "float64")
         loss = transformers_judge.backward(model, tokens, targets)
@@ -70,19 +64,7 @@ def test_gradients_and_logits_in_f64(config):
 
 @EVERY
 def test_twenty_steps_of_adamw(config):
-    """In f64, so that nothing but the formula decides where they lead."""
-    weights, clip = weights_of(config), families.grad_clip(config)
-    with transformers_judge.doubled():
-        model = transformers_judge.model_of(config, weights, "float64")
-        losses, norms = transformers_judge.adamw_run(model, config, LENGTH)
-        right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
-    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(AdamW(**families.ADAMW), clip))
-    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        run.micro_step(Batch(*batch_of(config, step)))
-        result = run.update(step, families.learning_rate(step))
-        assert (result.loss, result.norm) == pytest.approx((loss, norm), rel=1e-7)
-    change = {name: array - weights[name] for name, array in parameters(run).items()}
-    assert max(relative_errors(change, right).values()) < 1e-6
+    assert_same_adamw_run(config, weights_of(config))
 
 
 @WITH_ROPES

@@ -127,6 +127,15 @@ _SANDWICH = Names(
 _GEMMA = Wiring(_SANDWICH, norms="both", norm_offset=1.0, activation="gelu_tanh", scaled=True)
 _OF_GEMMA = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "head_dim": 256, "num_key_value_heads": 4}
 _OF_GEMMA |= {"tie_word_embeddings": True, "sliding_window": 4096, "max_position_embeddings": 8192}
+_OF_GLM = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329,
+}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 FAMILIES: Table[Family] = table(
@@ -167,8 +176,7 @@ FAMILIES: Table[Family] = table(
         ),
         "Glm4ForCausalLM": Glm(
             "glm4",
-            {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
-            | {"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+            _OF_GLM,
             partial=True,
             interleaved=True,
             wiring=Wiring(
@@ -181,12 +189,7 @@ FAMILIES: Table[Family] = table(
             ),
         ),
         "GlmForCausalLM": Glm(
-            "glm",
-            {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07}
-            | {"partial_rotary_factor": 0.5, "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
-            partial=True,
-            interleaved=True,
-            wiring=Wiring(Names(up=("mlp.gate_up_proj",))),
+            "glm", _OF_GLM, partial=True, interleaved=True, wiring=Wiring(Names(up=("mlp.gate_up_proj",)))
         ),
         "GraniteForCausalLM": Granite("granite", _ENDS),
         "SmolLM3ForCausalLM": SmolLm3(
