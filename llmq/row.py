@@ -111,12 +111,12 @@ class Row:
 
 @dataclass(frozen=True)
 class SublayerRows:
-    """The rows of a sublayer of a layer: `layers.3.attention.norm` here, in files below `model.layers.3`, where some
-    have `orders` and matrices may be `transposed`."""
+    """The rows of a sublayer, `layers.3.attention`, or of the head, whose names in files begin with `files`,
+    `model.layers.3.`, where some have `orders` and matrices may be `transposed`."""
 
     name: str
-    layer: int
-    files: str = "model.layers"
+    files: str = ""
+    layer: int | None = None
     orders: Mapping[str, HeadOrder] = field(default_factory=dict)  # by names in files, without `.weight`
     transposed: bool = False
 
@@ -124,12 +124,16 @@ class SublayerRows:
         """The weight (size,) of a norm, which is `file`."""
         return self._row(name, (size,), "ones", {f"{file}.weight": size})
 
+    def bias(self, name: str, size: int, file: str) -> Row:
+        """The bias (size,) of a norm, which is `file`."""
+        return self._row(name, (size,), "zeros", {f"{file}.bias": size})
+
     def linear(
         self, name: str, inputs: int, files: Mapping[str, int], *, init: str = "normal", bias: bool = False
     ) -> Iterator[Row]:
         """The weight (N,inputs), and perhaps the bias (N,), of maps that are computed as one: `files` has the outputs
         of each, in order."""
-        outputs, site = sum(files.values()), f"layers.{self.layer}.{self.name}.{name}"
+        outputs, site = sum(files.values()), f"{self.name}.{name}"
         weights, biases = ({f"{file}.{kind}": size for file, size in files.items()} for kind in ("weight", "bias"))
         yield self._row(f"{name}.weight", (outputs, inputs), init, weights, site)
         if bias:
@@ -140,9 +144,8 @@ class SublayerRows:
     ) -> Row:
         parts, stop = [], 0
         for file, size in files.items():
-            order, full = self.orders.get(file.rpartition(".")[0]), f"{self.files}.{self.layer}.{file}"
-            parts.append(Part(full, stop, stop + size, order, self.transposed and len(shape) > 1))
+            order = self.orders.get(file.rpartition(".")[0])
+            parts.append(Part(f"{self.files}{file}", stop, stop + size, order, self.transposed and len(shape) > 1))
             stop += size
-        full = f"layers.{self.layer}.{self.name}.{name}"
-        about = (full, shape, tuple(parts), init, len(shape) > 1, self.layer)
+        about = (f"{self.name}.{name}", shape, tuple(parts), init, len(shape) > 1, self.layer)
         return Row(*about, site=site)

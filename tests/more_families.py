@@ -60,6 +60,10 @@ MORE: dict[str, dict[str, Any]] = {
     "phi4_mini": _of("Phi3", "phi3", partial_rotary_factor=0.75, num_attention_heads=4, tie_word_embeddings=True),
     "glm": _of("Glm", "glm", attention_bias=True, head_dim=12, partial_rotary_factor=0.5, num_hidden_layers=2),
     "smollm3": _of("SmolLM3", "smollm3", no_rope_layers=[1, 0, 1], num_attention_heads=2, num_key_value_heads=1),
+    "starcoder2": _of(
+        "Starcoder2", "starcoder2", sliding_window=7, norm_epsilon=1e-4, residual_dropout=0.1, tie_word_embeddings=True
+    ),
+    "starcoder2_plain": _of("Starcoder2", "starcoder2", use_bias=False, num_hidden_layers=1),
     "ministral": _of(
         "Ministral",
         "ministral",

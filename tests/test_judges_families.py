@@ -126,15 +126,17 @@ class Queries(llmq.Callback):
         self.weight = run.parameter(QUERIES)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_adapters_of_heads_in_another_order(tmp_path, monkeypatch, method):
+OF_BIASES = [("starcoder2", method) for method in ("dora", "biases", "olora", "adalora", "ia3")]
+
+
+@pytest.mark.parametrize(("family", "method"), [*(("glm", method) for method in METHODS), *OF_BIASES])
+def test_adapters_of_heads_in_another_order_and_of_maps_with_biases(tmp_path, monkeypatch, family, method):
     """Their files are PEFT's, and are merged to the same model."""
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        transformers_judge.empty_model(MORE["glm"] | {"dtype": "float32", "num_hidden_layers": 1}).save_pretrained(
-            "base"
-        )
+        of_one = {"dtype": "float32", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        transformers_judge.empty_model(MORE[family] | of_one).save_pretrained("base")
     tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
     options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "out_dir": "out"}
     options |= {"merge": method != "prefix", "learning_rate": 1e-2, **METHODS[method]}

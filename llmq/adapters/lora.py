@@ -180,7 +180,7 @@ class Lora(Method):
         """Biases, too, if they are asked for. UsageError where only a part of one would be trained."""
         if super().trains(row):
             return True
-        if self.bias == "none" or not row.name.endswith(".bias"):
+        if self.bias == "none" or not row.name.endswith("bias"):
             return False
         adapted = self.by_site.get(row.site or "", ())
         if self.bias == "lora_only" and 0 < len(adapted) < len(row.parts):

@@ -132,7 +132,7 @@ def read_modules(
         found.setdefault(name.removesuffix(f".{end}"), {})[end] = tensors[name]
     problems: list[str] = []
     also = modules_in_full(about, config, problems)
-    rows = [row for row in parameter_rows(config) if row.name.endswith(".bias") or row.name in also]
+    rows = [row for row in parameter_rows(config) if row.name.endswith("bias") or row.name in also]
     shapes = {part.name: part.shape(row.part_axes) for row in rows for part in row.parts}
     if EMBED_ROW in also and config.tie_embeddings:
         shapes[f"{LM_HEAD}.weight"] = shapes[f"{EMBED}.weight"]

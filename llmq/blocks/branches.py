@@ -9,6 +9,28 @@ from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
 
+class LayerNorm(RmsNorm):
+    """x = layernorm(res), with a bias (Ba et al., 2016; GPT-2, StarCoder2)."""
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """Its weight (C,) and its bias (C,)."""
+        yield from super().rows(at, size, file)
+        yield at.bias("norm_bias", size, file)
+
+    def stats(self, b: int, t: int, roles: tuple[str, ...]) -> tuple[Slot, ...]:
+        """What backward needs of b sequences of t tokens: mean and rstd (B,T)."""
+        return (Slot("mean", (b, t), roles, "stat"), *super().stats(b, t, roles))
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.x <- a.res."""
+        ops.layernorm_forward(a.x, a.mean, a.rstd, a.res, w.norm, w.norm_bias, **self.numbers)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, through: Ref | None) -> None:
+        """d.res, dw <- d.x, and the gradient `through` the stream."""
+        read = (d.x, through, a.res, w.norm, a.mean, a.rstd)
+        ops.layernorm_backward(d.res, dw.norm, dw.norm_bias, *read)
+
+
 class Unnormed:
     """The first map reads the stream itself (OLMo 2)."""
 

@@ -234,7 +234,8 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "model_type": family.model_type,
         **_keys(family.keys, replace(config, dtype=torch_name)),
         **_keys(family.keys, config.scales),
-        family.act_key: next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
+        family.act_key: config.source.get(family.act_key)
+        or next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
         **family.rope_keys(config),
         "torch_dtype": torch_name,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),

@@ -15,18 +15,18 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.blocks.attention import Heads, Rotary
-from llmq.blocks.branches import PostNorm, Scaled, ScaledEmbed, Unnormed
+from llmq.blocks.branches import LayerNorm, PostNorm, Scaled, ScaledEmbed, Unnormed
 from llmq.blocks.capped import Capped
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
-from llmq.blocks.mlp import Glu
+from llmq.blocks.mlp import Glu, Plain
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary, WideNorms
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Activation, Into, Onto
-from llmq.row import HeadOrder, Part, Row, SublayerRows
+from llmq.row import HeadOrder, Row, SublayerRows
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Family:
 
     def activation(self, config: ModelConfig) -> Activation:
         """What lies between the two maps of the MLP."""
-        return Glu(self.wiring.activation)
+        return (Glu if self.wiring.gated else Plain)(self.wiring.activation)
 
     def reader(self, config: ModelConfig, reader: LogitsReader) -> LogitsReader:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
@@ -221,17 +221,12 @@ class Family:
 
     def head_rows(self, config: ModelConfig) -> Iterator[Row]:
         """The parameters of the norm before the head."""
-        yield Row(
-            "head.norm",
-            (config.hidden_size,),
-            (Part(f"{self.wiring.names.norm}.weight", 0, config.hidden_size),),
-            "ones",
-            decay=False,
-        )
+        return self.norm(config).rows(SublayerRows("head"), config.hidden_size, self.wiring.names.norm)
 
     def norm(self, config: ModelConfig) -> RmsNorm:
         """The norm before the head, and before sublayers."""
-        return RmsNorm(config.rms_norm_eps, self.wiring.norm_offset)
+        eps, of_weight = config.rms_norm_eps, self.wiring.norm_offset
+        return LayerNorm(eps) if self.wiring.layernorm else RmsNorm(eps, of_weight)
 
     def into(self, config: ModelConfig) -> Into:
         """What a sublayer's first linear map reads of the residual stream."""
@@ -265,16 +260,17 @@ class Family:
         """The parameters of a layer, in the order of the forward pass."""
         c, f, names, heads = config.hidden_size, config.intermediate_size, self.wiring.names, self.heads(config)
         q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        at = SublayerRows("attention", layer, names.layers, self.orders(config), self.wiring.transposed)
+        also, of_layer = config.qkv_bias and self.wiring.all_biased, (f"{names.layers}.{layer}.", layer)
+        at = SublayerRows(f"layers.{layer}.attention", *of_layer, self.orders(config), self.wiring.transposed)
         yield from self.into(config).rows(at, c, names.attention_norm)
         yield from at.linear("qkv", c, _sizes(names.qkv, q, kv, kv), bias=config.qkv_bias)
         yield from self.rotary(config, layer).rows(at)
-        yield from at.linear("o", q, {names.o: c}, init="residual")
+        yield from at.linear("o", q, {names.o: c}, init="residual", bias=also)
         yield from self.onto(config).rows(at, c, names.attention_post_norm)
-        at = SublayerRows("mlp", layer, names.layers, transposed=self.wiring.transposed)
+        at = SublayerRows(f"layers.{layer}.mlp", *of_layer, transposed=self.wiring.transposed)
         yield from self.into(config).rows(at, c, names.mlp_norm)
-        yield from at.linear("up", c, _sizes(names.up, *[f] * self.activation(config).maps))
-        yield from at.linear("down", f, {names.down: c}, init="residual")
+        yield from at.linear("up", c, _sizes(names.up, *[f] * self.activation(config).maps), bias=also)
+        yield from at.linear("down", f, {names.down: c}, init="residual", bias=also)
         yield from self.onto(config).rows(at, c, names.mlp_post_norm)
 
 
@@ -301,7 +297,7 @@ class MistralKeys(ConfigKeys):
 class Mistral(Family):
     """All layers have the same window."""
 
-    keys = MistralKeys
+    keys: ClassVar[type[ConfigKeys]] = MistralKeys
 
     def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         """All but which layers have a window."""

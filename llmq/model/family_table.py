@@ -1,11 +1,20 @@
 """The families that llmq knows: names, the defaults of their keys, and what their layers are made of."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, ValidationInfo
 
-from llmq.model.families import ConfigKeys, Family, LocalRopeKeys, Mistral, Qwen, UnrotatedKeys, listed_windows
+from llmq.model.families import (
+    ConfigKeys,
+    Family,
+    LocalRopeKeys,
+    Mistral,
+    MistralKeys,
+    Qwen,
+    UnrotatedKeys,
+    listed_windows,
+)
 from llmq.model.key_types import Positive, Size
 from llmq.model.rope_keys import parted
 from llmq.model.wiring import Names, Wiring
@@ -119,6 +128,22 @@ class SmolLm3(Family):
         return {**super().counted(keys), "use_sliding_window": keys.get("use_sliding_window")}
 
 
+class Starcoder2Keys(MistralKeys):
+    """Those of StarCoder2, whose maps all have biases unless a key says otherwise."""
+
+    qkv_bias: bool = Field(True, alias="use_bias")
+    rms_norm_eps: Positive = Field(1e-5, alias="norm_epsilon")
+    layer_norm_epsilon: Any = None  # which says nothing here
+    norm_type: Literal["layer_norm"] = "layer_norm"
+    mlp_type: Literal["default"] = "default"
+
+
+class Starcoder2(Mistral):
+    """LayerNorms, an MLP without a gate, biases; trained without the dropout that its keys name."""
+
+    keys = Starcoder2Keys
+
+
 _SANDWICH = Names(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -197,6 +222,19 @@ FAMILIES: Table[Family] = table(
             {"bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004, "num_key_value_heads": 4}
             | {"max_position_embeddings": 32768, "tie_word_embeddings": True},
             default_theta=2e6,
+        ),
+        "Starcoder2ForCausalLM": Starcoder2(
+            "starcoder2",
+            {"bos_token_id": 50256, "eos_token_id": 50256, "num_key_value_heads": 2, "tie_word_embeddings": True}
+            | {"max_position_embeddings": 4096},
+            takes=frozenset({"attention_dropout", "residual_dropout", "embedding_dropout"}),
+            wiring=Wiring(
+                Names(up=("mlp.c_fc",), down="mlp.c_proj"),
+                layernorm=True,
+                activation="gelu_tanh",
+                gated=False,
+                all_biased=True,
+            ),
         ),
         "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),
     },

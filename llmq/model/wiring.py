@@ -33,18 +33,22 @@ class Names:
 @dataclass(frozen=True)
 class Wiring:
     """The facts. Norms lie before a sublayer ("pre"), after it ("post"), or on both sides ("both"), and multiply by
-    w + `norm_offset`. `activation` is that of the MLP's gate. The embedding may be `scaled` by sqrt(C), and
-    there may be a norm over all heads of q and one over all of k (`wide_qk_norm`). The layers' matrices may be
-    `transposed` in files, (K,N).
+    w + `norm_offset`; `layernorm` are others than RMSNorms, with a bias. `activation` is that of the MLP's gate, if it
+    is `gated`. The embedding may be `scaled` by sqrt(C), and there may be a norm over all heads of q and one over all
+    of k (`wide_qk_norm`). The layers' matrices may be `transposed` in files, (K,N). All of their maps have a bias where
+    that of q, k and v has one, if it is for `all_biased`.
     """
 
     names: Names = Names()
     norms: str = "pre"
     norm_offset: float = 0.0
+    layernorm: bool = False
     activation: str = "silu"
+    gated: bool = True
     scaled: bool = False
     wide_qk_norm: bool = False
     transposed: bool = False
+    all_biased: bool = False
 
 
 LLAMA = Wiring()

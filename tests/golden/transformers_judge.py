@@ -43,11 +43,12 @@ def doubled() -> Iterator[None]:
 
 
 def empty_model(config: dict[str, Any]) -> torch.nn.Module:
-    """A transformers model of a config.json dict, in the default dtype, with weights of transformers' choosing."""
+    """A transformers model of a config.json dict, in the default dtype, with weights of transformers' choosing, and
+    without dropout."""
     # a copy: transformers writes into nested dicts that it is given
     fields = {k: deepcopy(v) for k, v in config.items() if k not in ("torch_dtype", "dtype")}
     parsed = transformers.AutoConfig.for_model(**fields)
-    return transformers.AutoModelForCausalLM.from_config(parsed, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_config(parsed, attn_implementation="eager").eval()
 
 
 def model_of(config: dict[str, Any], weights: dict[str, np.ndarray], dtype: str) -> torch.nn.Module:

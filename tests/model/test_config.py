@@ -12,7 +12,7 @@ import pytest
 from llmq.errors import DataError, LlmqError, UsageError
 from llmq.model.config import FAMILIES, ModelConfig, RopeConfig, from_folder, read_config, to_hf
 from llmq.model.families import LocalRopeKeys, Mistral
-from llmq.model.parameters import parameter_rows
+from llmq.model.parameters import num_parameters, parameter_rows
 from llmq.model.presets import PRESETS, preset
 from llmq.model.rope import frequencies
 from llmq.model.rope_keys import parted
@@ -192,6 +192,35 @@ def test_layers_without_a_rope_are_listed_or_every_so_many():
     refused({**SMOL, "no_rope_layers": [1, 0]}, "no_rope_layers ([1, 0]): must be a list of 0 or 1 for each of")
     refused({**SMOL, "no_rope_layer_interval": 0}, "no_rope_layer_interval (0)")
     refused({**SMOL, "use_sliding_window": True}, "use_sliding_window (True)")
+
+
+STARCODER2 = {
+    "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "bos_token_id": 0, "embedding_dropout": 0.1,
+    "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042,
+    "intermediate_size": 12288, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type": "default",
+    "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24,
+    "num_hidden_layers": 30, "num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+    "sliding_window": 4096, "torch_dtype": "bfloat16", "use_bias": True, "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+
+
+def test_starcoder2_as_it_is_published():
+    """Its dropout is for training it elsewhere: llmq trains without, and an export has the keys as they were."""
+    config = read_config(STARCODER2)
+    assert (config.qkv_bias, config.tie_embeddings, config.windows) == (True, True, (4096,) * 30)
+    assert num_parameters(parameter_rows(config)) == 3_030_371_328
+    written = to_hf(config)
+    assert read_config(written) == config and {key: written[key] for key in STARCODER2} == STARCODER2
+    said = {key: STARCODER2[key] for key in STARCODER2 if key not in ("norm_epsilon", "num_key_value_heads")}
+    assert read_config(said) == config and not read_config({**said, "sliding_window": None}).windows
+    rows = parameter_rows(read_config({**STARCODER2, "use_bias": False, "num_hidden_layers": 1}))
+    assert [row.name for row in rows if row.name.endswith("bias")] == [
+        *("layers.0.attention.norm_bias", "layers.0.mlp.norm_bias", "head.norm_bias")
+    ]
+    refused({**STARCODER2, "norm_type": "rms_norm"}, "norm_type ('rms_norm'): must be 'layer_norm'")
+    refused({**STARCODER2, "mlp_type": "gated"}, "mlp_type ('gated')")
+    refused({**STARCODER2, "hidden_act": "silu"}, "hidden_act ('silu')")
+    refused({**STARCODER2, "use_bias": 1}, "use_bias (1)")
 
 
 class WithLocalRope(Mistral):
