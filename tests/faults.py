@@ -97,13 +97,15 @@ FAULTS = {
         "llmq.ops.arrays:_needed", (ARRAYS,), lambda real, needs, **outputs: frozenset(outputs.values())
     ),
     "heads_turn_back_forwards": Fault(
-        "llmq.ops.reference.rope:_turn_heads", (ARRAYS,), lambda real, out, x, cos, sin, sign: real(out, x, cos, sin, 1)
+        "llmq.ops.reference.rope_heads:_turn_heads",
+        (ARRAYS,),
+        lambda real, out, x, cos, sin, sign: real(out, x, cos, sin, 1),
     ),
     "weights_are_scaled_as_activations": Fault(
         "llmq.ops.linear_maps:_read_by", (ARRAYS,), lambda real, role, layout, scaling: real("x", layout, scaling)
     ),
     "rope_turns_backwards": Fault(
-        "llmq.ops.reference.rope:_turned",
+        "llmq.ops.reference.rope:turned",
         ("tests/ops/test_rope.py",),
         lambda real, x, cos, sin, *heads: real(x, cos, -sin, *heads),
     ),
@@ -195,7 +197,7 @@ FAULTS = {
         lambda real, schedule, step: real(schedule, step + 1),
     ),
     "only_the_last_micro_step_counts": Fault(
-        "llmq.training.loop:Engine.micro_step",
+        "llmq.engine.engine:Engine.micro_step",
         ("tests/training/test_training_by_hand.py",),
         lambda real, engine, batch, *, first=True, last=True: real(engine, batch, first=True, last=last),
     ),

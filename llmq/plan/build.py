@@ -11,8 +11,9 @@ from llmq.blocks.attention import Attention, DenseCore, Heads, Rotary
 from llmq.blocks.cached import CachedCore, Penalized, PromptCore, Sampler, Sampling, Scored, TokenHead
 from llmq.blocks.embed import Embed, NoisyEmbed
 from llmq.blocks.head import Head, LogitsReader
-from llmq.blocks.mlp import Mlp, Tiled
+from llmq.blocks.mlp import Mlp
 from llmq.blocks.packed import PackedCore
+from llmq.blocks.tiles import Tiled
 from llmq.errors import UsageError
 from llmq.model.decoder import Block, Model
 from llmq.model.held import HELD_FORMS, is_layer_weight

@@ -9,17 +9,16 @@ from llmq.data.batches.batch import Batch
 from llmq.data.batches.loader import Loader
 from llmq.data.stream import Stopped
 from llmq.disk import MIB
-from llmq.engine.engine import Engine
-from llmq.files.checkpoint import load
 from llmq.files.writers import Saver
 from llmq.plan.plan import Plan
+from llmq.training.engines import Engines
 from llmq.training.evaluation import SampleHook, evaluate
-from llmq.training.faults import engine_of, fault_hooks
+from llmq.training.faults import fault_hooks
 from llmq.training.finish import export_all
-from llmq.training.fp8 import Fp8Watch, carried
+from llmq.training.fp8 import Fp8Watch
 from llmq.training.hooks import Ask, Hook, LogHook, MethodHook, RunView
 from llmq.training.interrupt import Interrupt
-from llmq.training.profile import profile_hooks, profiled
+from llmq.training.profile import profile_hooks
 from llmq.training.ready import Ready
 from llmq.training.records import TrainRecord, TrainResult
 from llmq.training.rollback import Rollbacks
@@ -31,9 +30,7 @@ class Loop:
 
     def __init__(self, ready: Ready, interrupt: Interrupt, saver: Saver, hooks: Sequence[Hook], began: float) -> None:
         self.ready, self.log, self.ranks, self.interrupt = ready, ready.log, ready.ranks, interrupt
-        self.engine, self.light_s = self._opened(ready.plan)
-        if ready.backend.allocated:
-            self.log.say(ready.backend.allocated)
+        self.engines = Engines(ready)
         self.progress, self.num_steps = ready.earlier.progress, ready.schedule.steps
         how_it_goes_on, is_saved = ready.continue_command, ready.earlier.path is not None
         self.report = LogHook(self.log, ready.backend, began, how_it_goes_on, is_saved=is_saved)
@@ -56,7 +53,7 @@ class Loop:
         """Trains to the end or to an interrupt; saves; exports a finished model."""
         try:
             with self.ranks.long("loading"):
-                begin(self.ready, self.engine, self.hooks, self.interrupt)
+                begin(self.ready, self.engines.now, self.hooks, self.interrupt)
             self._tell("on_begin")
             batch = self._train()
         except Stopped:
@@ -64,11 +61,11 @@ class Loop:
         if batch is None or self._ends():
             left = {"exit_code": self.exit_code or self.interrupt.exit_code}
         else:
-            left = export_all(self.ready, self.engine, self.progress, batch)
+            left = export_all(self.ready, self.engines.now, self.progress, batch)
         plan, backend = self.ready.plan, self.ready.backend
         memory = {"planned": plan.total_bytes, "peak": backend.peak_bytes()}
         about = {**left, "checkpoint_path": self.saving.path, "memory": memory}
-        result = self.report.result(self.progress, self.light_s, **about)
+        result = self.report.result(self.progress, self.engines.light_s, **about)
         self._tell("on_end", result)
         return replace(result, warnings=tuple(self.log.warnings))
 
@@ -107,19 +104,19 @@ class Loop:
             batch = loader.next(self._ends)
             wait_ms, real, tokens = wait_ms + batch.wait_ms, real + batch.num_real, tokens + batch.num_tokens
             first, last = micro_step == 0, micro_step == ready.data.grad_accumulation - 1
-            self.engine.warm_up(batch)
+            self.engines.now.warm_up(batch)
             if first:
                 looked = time.perf_counter()
                 self._tell("before_step", batch)
                 start += time.perf_counter() - looked  # what hooks do here is no part of the step's time
-                self.engine.start_step(number, rate)
+                self.engines.now.start_step(number, rate)
                 self.is_updating = ready.plan.spec.memory.fused
-            self.engine.micro_step(batch, first=first, last=last)
+            self.engines.now.micro_step(batch, first=first, last=last)
             if first:
                 self._tell("during_step")
         self.is_updating = True
         saves_now = self.ranks.size > 1 and self.saving.is_asked()
-        done = self.engine.update(number, rate, self.interrupt.exit_code or int(saves_now))  # codes are above 1
+        done = self.engines.now.update(number, rate, self.interrupt.exit_code or int(saves_now))  # codes are above 1
         self.is_updating = done.applied or ready.plan.spec.memory.fused
         self._tell("after_update", done)
         self.exit_code = done.request if done.request > 1 else 0
@@ -135,13 +132,13 @@ class Loop:
             tokens=tokens * self.ranks.size,
             trained_tokens=done.num_tokens,
             wait_ms=wait_ms,
-            sol=self.light_s * tokens / seconds,  # of another plan where fp8 has just fallen back
+            sol=self.engines.light_s * tokens / seconds,  # of another plan where fp8 has just fallen back
             applied=done.applied,
             memory_mib=ready.backend.peak_bytes() / MIB,
             real_tokens=real * self.ranks.size if ready.data.has_padding else None,
             sent_error=done.sent_error,
             accuracy=done.accuracy,
-            allocated_mib=self.engine.plan.total_bytes / MIB,
+            allocated_mib=self.engines.now.plan.total_bytes / MIB,
         )
         self._after(record, is_asked=bool(done.request))
         return batch
@@ -167,13 +164,13 @@ class Loop:
             return Ask.NOTHING
         if self.ready.data.eval is None:  # no evaluation, but a moment for hooks; a resumed run does not repeat it
             return self._tell("on_evaluate", None) if self.report.has_stepped else Ask.NOTHING
-        if (found := evaluate(self.ready, self.engine, now, self._ends, is_last=run.is_last)) is None:
+        if (found := evaluate(self.ready, self.engines.now, now, self._ends, is_last=run.is_last)) is None:
             return Ask.NOTHING
         self.progress, record = found
         return self._tell("on_evaluate", record)
 
     def _view(self) -> RunView:
-        return RunView(self.progress, self.num_steps, lambda: self.engine, self.report.history)
+        return RunView(self.progress, self.num_steps, lambda: self.engines.now, self.report.history)
 
     def _tell(self, moment: str, *about: object) -> Ask:
         """Calls a method of all hooks, in order; what they ask for. One that asks to stop makes this step the last."""
@@ -192,24 +189,11 @@ class Loop:
         """Continues under another plan, with fewer fp8 scales, as a resume from a checkpoint of this step would."""
         self.saving.save(self._view())
         self.saving.settle(self._view())
-        assert self.saving.path is not None
-        old, (_, reader) = self.engine.plan, load(self.saving.path, verified=False)
-        self._reopen(plan)
-        self.engine.restore(carried(reader.in_one_memory(), old, plan), self.ready.frozen(plan))
+        self.engines.switch(plan, self.saving.path)
 
     def _roll_back(self) -> None:
         """Continues from the last checkpoint, or from the beginning, with the data that follows."""
         plan, self.is_updating = self.rollbacks.begin(self._view()), True  # until the state is of a step again
-        self._reopen(plan)
-        self.progress, self.is_updating = self.rollbacks.restore(self.engine, self.progress), False
+        self.engines.reopen(plan)
+        self.progress, self.is_updating = self.rollbacks.restore(self.engines.now, self.progress), False
         self._tell("on_rollback")
-
-    def _opened(self, plan: Plan) -> tuple[Engine, float]:
-        engine = profiled(self.ready.asked.profile, engine_of(self.ready.asked.faults))
-        return engine(plan, self.ready.backend), self.ready.light_s(plan)
-
-    def _reopen(self, plan: Plan) -> None:
-        """Another engine, whose memory is that of the one before, once no rank has it open."""
-        del self.engine
-        self.ranks.all_of(None)
-        self.engine, self.light_s = self._opened(plan)

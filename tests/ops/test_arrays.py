@@ -89,19 +89,6 @@ def test_gradients_by_finite_differences(name):
     check_gradient(lambda *x: np.sum(forward(*x) * d), inputs, backward(d, *inputs), 100 * np.abs(d).sum())
 
 
-def test_heads_and_halves_apart_are_those_that_lie_together():
-    gate_up, d = normal(B, T, 2 * F), normal(B, T, F)
-    apart = [np.ascontiguousarray(half) for half in np.split(gate_up, 2, axis=-1)]
-    np.testing.assert_array_equal(ops.swiglu(*apart), ops.swiglu(gate_up))
-    np.testing.assert_array_equal(
-        np.concatenate(ops.swiglu_backward(d, *apart), axis=-1), ops.swiglu_backward(d, gate_up)
-    )
-    qkv, positions = normal(*QKV[0]), np.tile(np.arange(T, dtype=np.int32), (B, 1))
-    q, k = np.split(qkv.reshape(B, T, -1, HD)[:, :, : HQ + HKV], [HQ], axis=2)
-    turned = np.concatenate(ops.rope_heads(q, k, *ANGLES), axis=2).reshape(B, T, -1)
-    np.testing.assert_array_equal(turned, ops.rope(qkv, TABLE, positions, **HEADS)[..., : (HQ + HKV) * HD])
-
-
 def test_chunks_and_needs_change_no_gradient():
     x, weight = normal(B, T, C), normal(V, C)
     loss, d_x, d_weight = ops.linear_cross_entropy(x, weight, TARGETS)

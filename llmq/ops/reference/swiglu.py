@@ -17,7 +17,7 @@ from llmq.ops.temporaries import elementwise
 @op(family="swiglu", forms={"act"}, temporaries=forward_temporaries("gate_up"))
 def swiglu_forward(act: Output, /, gate_up: Tensor, *, activation: str = "silu") -> None:
     """act (B,T,F) <- gate_up (B,T,2F): activation(gate) * up."""
-    act.write(_product(*halves(gate_up.read()), activation))
+    act.write(product(*halves(gate_up.read()), activation))
 
 
 @op(family="swiglu", forms={"d_gate_up"}, temporaries=elementwise("d_gate_up", 2, "gate_up", "d_act", held=0.5))
@@ -28,27 +28,11 @@ def swiglu_backward(d_gate_up: Output, /, d_act: Tensor, gate_up: Tensor, *, act
     """
     x, d = gate_up.read(), d_act.read()
     d_x = np.empty_like(x)
-    _gradients(*halves(d_x), d, *halves(x), activation)
+    gradients(*halves(d_x), d, *halves(x), activation)
     d_gate_up.write(d_x)
 
 
-@op(family="swiglu", temporaries=elementwise("act", 2, "gate", "up"))
-def swiglu_apart_forward(act: Output, /, gate: Tensor, up: Tensor) -> None:
-    """act (...,F) <- gate, up like act: `swiglu_forward` of two tensors."""
-    act.write(_product(gate.read(), up.read()))
-
-
-@op(family="swiglu", temporaries=elementwise("d_up", 3, "gate", "up", "d_act", held=1))
-def swiglu_apart_backward(d_gate: Output, d_up: Output, /, d_act: Tensor, gate: Tensor, up: Tensor) -> None:
-    """d_gate, d_up (...,F) <- d_act, gate, up like d_gate; they may be the memory of gate and up."""
-    g, u, d = gate.read(), up.read(), d_act.read()
-    d_g, d_u = np.empty_like(g), np.empty_like(g)
-    _gradients(d_g, d_u, d, g, u)
-    d_gate.write(d_g)
-    d_up.write(d_u)
-
-
-def _product(gate: np.ndarray, up: np.ndarray, activation: str = "silu") -> np.ndarray:
+def product(gate: np.ndarray, up: np.ndarray, activation: str) -> np.ndarray:
     """activation(gate) * up in new memory."""
     in_new_memory, _ = formulas(activation)
     value = in_new_memory(gate)
@@ -56,8 +40,8 @@ def _product(gate: np.ndarray, up: np.ndarray, activation: str = "silu") -> np.n
     return value
 
 
-def _gradients(
-    d_gate: np.ndarray, d_up: np.ndarray, d: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: str = "silu"
+def gradients(
+    d_gate: np.ndarray, d_up: np.ndarray, d: np.ndarray, gate: np.ndarray, up: np.ndarray, activation: str
 ) -> None:
     """d_gate, d_up <- d, the gradient of activation(gate) * up."""
     _, both = formulas(activation)
@@ -65,22 +49,6 @@ def _gradients(
     d_gate *= up
     d_gate *= d
     d_up *= d
-
-
-def formulas(
-    activation: str,
-) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray, np.ndarray, np.ndarray], None]]:
-    """What makes the value of an activation in new memory, and what writes value and slope to two arrays."""
-    match activation:
-        case "silu":
-            return _silu, _silu_both
-        case "gelu":
-            return gelu, gelu_both
-        case "gelu_tanh":
-            return gelu_tanh, gelu_tanh_both
-        case "relu2":
-            return relu2, relu2_both
-    raise UsageError(f"the activation {activation} is not known: use silu, gelu, gelu_tanh or relu2")
 
 
 def _silu(x: np.ndarray) -> np.ndarray:
@@ -104,6 +72,22 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
         s = np.exp(-x)
     s += 1
     return np.divide(1, s, out=s)
+
+
+def formulas(
+    activation: str,
+) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray, np.ndarray, np.ndarray], None]]:
+    """What makes the value of an activation in new memory, and what writes value and slope to two arrays."""
+    match activation:
+        case "silu":
+            return _silu, _silu_both
+        case "gelu":
+            return gelu, gelu_both
+        case "gelu_tanh":
+            return gelu_tanh, gelu_tanh_both
+        case "relu2":
+            return relu2, relu2_both
+    raise UsageError(f"the activation {activation} is not known: use silu, gelu, gelu_tanh or relu2")
 
 
 def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
