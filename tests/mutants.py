@@ -1,6 +1,8 @@
 """Values that JSON may have where others are meant, the places to put them, and bytes that were damaged."""
 
 import random
+from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 ODD: list[Any] = [
@@ -13,6 +15,22 @@ def places(value: Any) -> list[tuple[Any, Any]]:
     """Every place of a value that can be changed: what holds it, and its key there."""
     keys = [*value] if isinstance(value, dict) else [*range(len(value))] if isinstance(value, list) else []
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+def change(chance: random.Random, value: Any, others: Sequence[Any] = ODD) -> None:
+    """Takes one or two values out, or puts in their place some that are there, odd ones, or some of `others`."""
+    for _ in range(chance.randrange(1, 3)):
+        held, key = chance.choice(places(value))
+        match chance.randrange(5):
+            case 0:
+                del held[key]
+            case 1:
+                other, at = chance.choice(places(value))
+                held[key] = deepcopy(other[at])
+            case 2:
+                held[key] = deepcopy(chance.choice(ODD))
+            case _:
+                held[key] = deepcopy(chance.choice(others))
 
 
 def damaged(chance: random.Random, content: bytes) -> bytes:

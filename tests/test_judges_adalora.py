@@ -4,12 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("peft", reason="the judge is PEFT")
-pytest.importorskip("torch", reason="the judges are torch and transformers")
-
-import peft
-import torch
 from adapter_cases import export_of
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
@@ -30,8 +24,10 @@ from golden.peft_judge import (
     merged_with,
     model_in,
     ours,
+    peft,
     step_of,
     tensors_of,
+    torch,
     trained,
 )
 

@@ -5,12 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("peft", reason="the judge is PEFT")
-pytest.importorskip("torch", reason="the judges are torch and transformers")
-
-import peft
-import torch
 from adapter_cases import BASES, METHODS, VIRTUAL, merged, trained
 from golden import families
 from golden.peft_judge import (
@@ -21,7 +15,9 @@ from golden.peft_judge import (
     merged_with,
     model_in,
     moved,
+    peft,
     tensors_of,
+    torch,
 )
 from safetensors.numpy import load_file, save_file
 from tiny_runs import T, on_weights

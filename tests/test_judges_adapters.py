@@ -5,12 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-pytest.importorskip("peft", reason="the judge is PEFT")
-pytest.importorskip("torch", reason="the judges are torch and transformers")
-
-import peft
-import torch
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
 from golden.peft_judge import (
@@ -36,8 +30,10 @@ from golden.peft_judge import (
     model_in,
     moved,
     ours,
+    peft,
     spec_of,
     tensors_of,
+    torch,
     trained,
 )
 from peft.optimizers import create_loraplus_optimizer

@@ -4,12 +4,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-pytest.importorskip("peft", reason="the judge is PEFT")
-pytest.importorskip("torch", reason="the judges are torch and transformers")
-
-import peft
-import torch
 from golden import families, transformers_judge
 from golden.engines import FP32, FP64
 from golden.peft_judge import (
@@ -24,8 +18,10 @@ from golden.peft_judge import (
     loaded,
     loaded_from,
     merged_with,
+    peft,
     spec_of,
     step_of,
+    torch,
 )
 
 from llmq.adapters.resolve import open_adapter

@@ -206,3 +206,23 @@ def bits(engine: Engine) -> dict[str, bytes]:
     found = {name: array.tobytes() for name, array in engine.state()}
     found |= {f"grad:{row.name}": engine.gradient(row.name).tobytes() for row in engine.plan.rows if row.trainable}
     return found
+
+
+def assert_slopes(engine, *names):
+    """Gradients of parameters are those of finite differences, each along a direction."""
+    rng, step = np.random.default_rng(0), 1e-5
+    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
+
+    def loss(name, change):
+        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
+        engine.micro_step(batch())
+        result = engine.update(1, 0.0)
+        return result.num_tokens * result.loss
+
+    loss("", 0)
+    for name in names:
+        gradient = engine.gradient(name)
+        direction = rng.standard_normal(gradient.shape)
+        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
+        loss("", 0)
+        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name

@@ -64,6 +64,19 @@ def text_model(folder):
     (folder / "config.json").write_text(json.dumps(to_hf(tiny(num_layers=1, vocab_size=420), "fp32")))
 
 
+ON_TOKENS = {"train_file": "train.bin", "model_dtype": "fp32", "device": "cpu", "batch_size": 2, "seq_len": T}
+
+
+def text_options(path, monkeypatch):
+    """Options of a small run on text, without data, in a folder and with a cache of its own."""
+    monkeypatch.chdir(path)
+    monkeypatch.setenv("LLMQ_CACHE_DIR", str(path / "cache"))
+    text_model(path / "source")
+    shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 2, "eval_every_n_steps": 2}
+    about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
+    return {**about, **shape, "name": "run", "overwrite": True}
+
+
 def folder(path, **changes):
     """A model folder without weights."""
     path.mkdir()

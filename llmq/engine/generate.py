@@ -222,7 +222,8 @@ def generate(
     What is drawn depends on a prompt's number (by default its index) and not on the batch that it is in. UsageError for
     a prompt that is empty, or too long.
     """
-    _check(generator, prompts, max_tokens)
+    limit = "of --max-length: use a larger one, or a smaller --max-tokens"
+    check_prompts(prompts, max_tokens, generator.most_tokens, f"{max_tokens:,} new ones", limit)
     course = course or Pace()
     for begin in range(0, len(prompts), generator.batch_size):
         wave = prompts[begin : begin + generator.batch_size]
@@ -255,12 +256,15 @@ def generate(
             pending = ahead
 
 
-def _check(generator: Generator, prompts: Sequence[Prompt], max_tokens: int) -> None:
+def check_prompts(
+    prompts: Sequence[Sequence[int]], max_tokens: int, most: int, new: str, limit: str, where: str = ""
+) -> None:
+    """UsageError for an empty prompt, and one that is longer than `most` with the `new` tokens; `limit` says of what,
+    and what to do."""
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
-            raise UsageError(f"prompt {number} has no tokens: a model without a begin token needs some text")
-        if len(prompt) + max_tokens > generator.most_tokens:
+            raise UsageError(f"{where}prompt {number} has no tokens: a model without a begin token needs some text")
+        if len(prompt) + max_tokens > most:
             raise UsageError(
-                f"prompt {number} has {len(prompt):,} tokens, which with {max_tokens:,} new ones is more than the "
-                f"{generator.most_tokens:,} of --max-length: use a larger one, or a smaller --max-tokens"
+                f"{where}prompt {number} has {len(prompt):,} tokens, which with {new} is more than the {most:,} {limit}"
             )

@@ -16,7 +16,7 @@ from llmq.comm.world import World
 from llmq.data.batches.batch import Batch
 from llmq.data.tokens.tokenizer import TextTokenizer
 from llmq.engine.engine import Engine
-from llmq.engine.generate import Generator, generate
+from llmq.engine.generate import Generator, check_prompts, generate
 from llmq.engine.token_sums import TokenSums
 from llmq.errors import UsageError
 from llmq.files.source import ModelSource
@@ -205,14 +205,9 @@ def open_samples(
     template = (trains.templates or {}).get("default")
     reader = PromptReader(tokenizer, config.vocab_size, template, trains.data.train.num_virtual)
     prompts = [reader.tokens(question) for question in questions]
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise UsageError(f"--sample-prompts: prompt {number} has no tokens: give it some text")
-        if len(prompt) + max_tokens > config.max_position:
-            raise UsageError(
-                f"--sample-prompts: prompt {number} has {len(prompt):,} tokens, which with --sample-tokens "
-                f"{max_tokens:,} is more than the {config.max_position:,} positions of {source.name}: use fewer"
-            )
+    positions = f"positions of {source.name}: use fewer"
+    about = (max_tokens, config.max_position, f"--sample-tokens {max_tokens:,}", positions)
+    check_prompts(prompts, *about, where="--sample-prompts: ")
     if (log.sample_length or 0) > config.max_position:
         raise UsageError(
             f"--sample-length {log.sample_length:,} is more than the {config.max_position:,} positions of "

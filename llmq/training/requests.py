@@ -19,6 +19,7 @@ from llmq.data.batches.loader import eval_batches
 from llmq.data.batches.named_data import open_beside
 from llmq.data.rows.given import called, placed_beside
 from llmq.engine.engine import Engine
+from llmq.engine.generate import check_prompts
 from llmq.errors import UsageError
 from llmq.generation.prompts import Answer, questions_of
 from llmq.training.evaluation import sums_of
@@ -111,14 +112,8 @@ def prompts_of(run: Ready, asked: object, max_tokens: int, stop: Sequence[str], 
         raise UsageError(f"run.generate(stop={stop!r}): give a text, or a list of them")
     written.reader.stops(stop)  # which takes a tokenizer
     prompts = [list(written.reader.tokens(question)) for question in questions_of(asked)]
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise UsageError(f"run.generate(): prompt {number} has no tokens: give it some text")
-        if len(prompt) + max_tokens > written.length:
-            raise UsageError(
-                f"run.generate(): prompt {number} has {len(prompt):,} tokens, which with max_tokens={max_tokens} is "
-                f"more than the {written.length:,} that the plan has room for: use fewer, or a larger --sample-length"
-            )
+    room = "that the plan has room for: use fewer, or a larger --sample-length"
+    check_prompts(prompts, max_tokens, written.length, f"max_tokens={max_tokens}", room, where="run.generate(): ")
     return prompts
 
 

@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from dlpack import Shared
 from tiny_runs import folder, on_weights, weights_of, write_weights
 
 import llmq
@@ -35,19 +36,6 @@ def test_a_model_reads_as_on_the_cpu(model_folder, dtype, bound):
     view = mine.hidden(ids[:2], copy=False)
     assert np.array_equal(cupy.asnumpy(view), cupy.asnumpy(mine.hidden(ids[:2])))
     assert cupy.shares_memory(view, mine.hidden(ids[:2], copy=False))
-
-
-class Shared:
-    """An array of another library that lies on the GPU."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **about):
-        return self._array.__dlpack__(**about)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 @pytest.mark.parametrize("kind", [lambda ids: ids, Shared], ids=["CuPy", "DLPack"])

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from dlpack import Shared
 from tiny_engines import tiny
 from tiny_runs import folder, on_weights, write_weights
 
@@ -110,19 +111,6 @@ def test_a_view_is_read_only_and_is_overwritten(model):
             view[0] = 0
     with pytest.raises(UsageError, match="copy=False is for one batch, and these are 3 rows in batches of 2"):
         model.hidden(tokens(3, 4), copy=False)
-
-
-class Shared:
-    """An array of another library."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **about):
-        return self._array.__dlpack__(**about)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 @pytest.mark.parametrize("kind", [list, Shared, lambda ids: ids.astype(np.uint8), lambda ids: ids[::-1][::-1]])

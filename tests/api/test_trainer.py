@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from dlpack import Shared
 from safetensors.numpy import load_file
-from tiny_runs import hash_of, text_model, tiny_options
+from tiny_runs import hash_of, text_options, tiny_options
 
 import llmq
 from llmq import Config, Trainer
@@ -31,12 +32,7 @@ HELD_OUT = [{"text": f"another {i}, " * (1 + i % 3)} for i in range(8)]
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Options of a small run, without data, in a folder and with a cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    text_model(tmp_path / "source")
-    shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 4, "eval_every_n_steps": 2}
-    about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
-    return {**about, **shape, "name": "run", "overwrite": True}
+    return {**text_options(tmp_path, monkeypatch), "steps": 4}
 
 
 def quiet(given, *data, **more):
@@ -132,19 +128,6 @@ def test_rows_of_tokens_are_those_of_a_file(given, has_labels):
     held = {"input_ids": ids, "labels": labels} if has_labels else ids
     part = {key: value[:6] for key, value in held.items()} if has_labels else Shared(ids[:6])
     assert weights(quiet(given, held, part)) == of_file
-
-
-class Shared:
-    """An array of another library."""
-
-    def __init__(self, array):
-        self._array = array
-
-    def __dlpack__(self, **about):
-        return self._array.__dlpack__(**about)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
 
 
 class Again:

@@ -3,8 +3,12 @@
 import re
 
 import numpy as np
-import peft
 import pytest
+
+pytest.importorskip("torch", reason="the judges are torch and transformers")
+pytest.importorskip("peft", reason="the judge is PEFT")
+
+import peft
 import torch
 import transformers
 from adapter_cases import export_of

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dlpack import Shared
 
 from llmq import ops
 from llmq.errors import UsageError
@@ -183,19 +184,6 @@ def test_scratch_that_does_not_do_is_an_error():
             ops.quantize(x, scaling="rowwise", out=into, allocate=wrong)
 
 
-class Foreign:
-    """Another library's tensor."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **about):
-        return self.array.__dlpack__(**about)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-
 @pytest.fixture
 def products(request, monkeypatch):
     """Without a GPU, products are NumPy's."""
@@ -264,14 +252,14 @@ def test_tensors_of_other_libraries_are_read_where_they_lie():
     import cupy
 
     gate, up, act = (cupy.ones((1024, 1024), cupy.float32) for _ in range(3))
-    seen = ops.as_array(Foreign(gate))
+    seen = ops.as_array(Shared(gate))
     assert seen.data.ptr == gate.data.ptr and seen.dtype == gate.dtype
     ops.swiglu(gate, up, out=act)  # binds
     pool = cupy.get_default_memory_pool()
     before = pool.total_bytes(), pool.used_bytes()
-    found = ops.swiglu(Foreign(gate), Foreign(up), out=Foreign(act))
-    assert isinstance(found, Foreign) and (pool.total_bytes(), pool.used_bytes()) == before
-    made = ops.swiglu(Foreign(gate), Foreign(up))
+    found = ops.swiglu(Shared(gate), Shared(up), out=Shared(act))
+    assert isinstance(found, Shared) and (pool.total_bytes(), pool.used_bytes()) == before
+    made = ops.swiglu(Shared(gate), Shared(up))
     assert pool.used_bytes() == before[1] + made.nbytes and bool((made == act).all())
 
 

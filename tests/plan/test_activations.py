@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from tiny_engines import BF16, FP64, B, T, batch, engine_of, plan_of, result_of
+from tiny_engines import BF16, FP64, B, T, assert_slopes, engine_of, plan_of, result_of
 
 from llmq.blocks.mlp import Glu, Plain
 from llmq.model.config import FAMILIES, ModelConfig
@@ -54,22 +53,7 @@ def test_calls_of_swiglu_have_no_numbers_and_others_name_their_activation(with_a
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_are_those_of_finite_differences(name, with_activation):
     with_activation(OTHERS[name])
-    engine, rng, step = engine_of(plan_of(FP64)), np.random.default_rng(0), 1e-5
-    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-
-    def loss(name, change):
-        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
-        engine.micro_step(batch())
-        result = engine.update(1, 0.0)
-        return result.num_tokens * result.loss
-
-    loss("", 0)
-    for name in ("layers.0.mlp.up.weight", "layers.1.mlp.norm"):
-        gradient = engine.gradient(name)
-        direction = rng.standard_normal(gradient.shape)
-        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
-        loss("", 0)
-        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
+    assert_slopes(engine_of(plan_of(FP64)), "layers.0.mlp.up.weight", "layers.1.mlp.norm")
 
 
 @pytest.mark.parametrize("name", ["geglu", "gelu"])

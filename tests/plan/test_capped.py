@@ -4,7 +4,18 @@ import math
 
 import numpy as np
 import pytest
-from tiny_engines import BF16, FP8_HEAD, FP64, batch, engine_of, next_logits, parameters, plan_of, spec_of, train_steps
+from tiny_engines import (
+    BF16,
+    FP8_HEAD,
+    FP64,
+    assert_slopes,
+    engine_of,
+    next_logits,
+    parameters,
+    plan_of,
+    spec_of,
+    train_steps,
+)
 
 from llmq.backends.host import HostBackend
 from llmq.blocks.attention import Heads
@@ -43,22 +54,7 @@ def family(request, monkeypatch):
 
 
 def test_gradients_are_those_of_finite_differences():
-    engine, rng, step = engine_of(plan_of(FP64)), np.random.default_rng(0), 1e-5
-    values = {row.name: engine.parameter(row.name) for row in engine.plan.rows}
-
-    def loss(name, change):
-        engine.load([(row, values[row.name] + (change if row.name == name else 0)) for row in engine.plan.rows])
-        engine.micro_step(batch())
-        result = engine.update(1, 0.0)
-        return result.num_tokens * result.loss
-
-    loss("", 0)
-    for name in ("layers.0.attention.qkv.weight", "head.norm", "embed.weight"):
-        gradient = engine.gradient(name)
-        direction = rng.standard_normal(gradient.shape)
-        slope = (loss(name, step * direction) - loss(name, -step * direction)) / (2 * step)
-        loss("", 0)
-        assert slope == pytest.approx(float(np.sum(gradient * direction)), rel=2e-6), name
+    assert_slopes(engine_of(plan_of(FP64)), "layers.0.attention.qkv.weight", "head.norm", "embed.weight")
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants import ODD, damaged, places
+from mutants import change, damaged
 from sample_files import log_of_llm_q
 
 from llmq.errors import LlmqError
@@ -58,15 +58,7 @@ def whole() -> list[dict[str, Any]]:
 def mutant(chance: random.Random, records: list[dict[str, Any]]) -> bytes:
     """A log of `records` with some values replaced, moved or dropped, records in another order, or bytes damaged."""
     records = json.loads(json.dumps(records))
-    for _ in range(chance.randrange(1, 4)):
-        held, key = chance.choice(places(records))
-        match chance.randrange(4):
-            case 0:
-                del held[key]
-            case 1:
-                held[key] = chance.choice(places(records))[1]
-            case _:
-                held[key] = chance.choice(ODD)
+    change(chance, records)
     if chance.random() < 0.1:
         chance.shuffle(records)
     text = "".join(json.dumps(record) + "\n" for record in records).encode("ascii")

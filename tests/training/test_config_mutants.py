@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from mutants import ODD, damaged, places
+from mutants import change, damaged
 from tiny_runs import chat_model, folder, write_weights
 
 import llmq
@@ -36,17 +36,7 @@ def mutant(chance, config):
     if chance.random() < 0.5:
         config["rope_scaling"] = {**SCALED, "original_max_position_embeddings": 32}
         config.pop("rope_parameters", None)
-    for _ in range(chance.randrange(1, 3)):
-        held, key = chance.choice(places(config))
-        match chance.randrange(5):
-            case 0:
-                del held[key]
-            case 1:
-                held[key] = json.loads(json.dumps(chance.choice([*config.values()])))
-            case 2:
-                held[key] = json.loads(json.dumps(chance.choice(ODD)))
-            case _:
-                held[key] = chance.choice(SIZES + WORDS)
+    change(chance, config, SIZES + WORDS)
     text = json.dumps(config).encode("ascii")
     return damaged(chance, text) if chance.random() < 0.1 else text
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from in_process import train_on
 from safetensors.numpy import load_file, save_file
-from tiny_runs import T, change_manifest, folder, hash_of, weights_of, write_weights
+from tiny_runs import ON_TOKENS, T, change_manifest, folder, hash_of, weights_of, write_weights
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import NonFiniteError, RefusedStepError, UsageError
@@ -23,13 +23,9 @@ from llmq.training.progress import Progress
 BAD = 96  # the token that some rows have
 SAVED, LOG = Path("runs/run/checkpoints"), Path("runs/run/log.jsonl")
 OPTIONS = {
+    **ON_TOKENS,
     "model": "base",
-    "train_file": "train.bin",
-    "model_dtype": "fp32",
-    "device": "cpu",
     "name": "run",
-    "batch_size": 2,
-    "seq_len": T,
     "grad_accumulation": 2,
     "learning_rate": 1e-2,
     "warmup": 0,

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from in_process import train_on_ranks
 from safetensors.numpy import load_file
-from tiny_runs import text_model, weights_of
+from tiny_runs import text_options, weights_of
 
 import llmq
 from llmq import Callback, Trainer
@@ -29,12 +29,7 @@ IDS = np.random.default_rng(0).integers(0, 97, 600)
 @pytest.fixture
 def on_text(tmp_path, monkeypatch):
     """Options of a small run, without data, in a folder and with a cache of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
-    text_model(tmp_path / "source")
-    shape = {"seq_len": 32, "batch_size": 2, "grad_accumulation": 1, "steps": 2, "eval_every_n_steps": 2}
-    about = {"model": "source", "from_scratch": True, "model_dtype": "fp32", "device": "cpu", "learning_rate": 1e-2}
-    return {**about, **shape, "name": "run", "overwrite": True}
+    return text_options(tmp_path, monkeypatch)
 
 
 class Evaluates(Callback):

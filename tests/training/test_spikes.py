@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from in_process import train_on
-from tiny_runs import T, folder, weights_of
+from tiny_runs import ON_TOKENS, T, folder, weights_of
 
 from llmq.data.tokens.token_file import TokenWriter
 from llmq.errors import UsageError
@@ -21,14 +21,10 @@ from llmq.training.hooks import Ask, Hook
 AT = 12  # the first step that is a spike
 SPIKES = {"spike_window": 4, "spike_zscore": 2.0}
 OPTIONS = {
+    **ON_TOKENS,
     "model": "source",
     "from_scratch": True,
-    "train_file": "train.bin",
-    "model_dtype": "fp32",
-    "device": "cpu",
     "name": "run",
-    "batch_size": 2,
-    "seq_len": T,
     "learning_rate": 3e-2,
     "warmup": 0,
     "steps": 16,
