@@ -96,6 +96,14 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
     def read(ref: Ref | None) -> Ref | None:
         return changed(ref, again=True) if ref is not None and ref.form in second.get(ref.name, ()) else ref
 
+    written = (result.ref for call in calls for result in call.outputs if result is not None)
+    uncast = {ref.name: ref for ref in written if ref.name in fates.copies}
+
+    def cast(names: Iterable[str]) -> list[Call]:
+        # The value is there, so its producer need not run again for a copy.
+        values = [uncast.pop(name) for name in names if name in uncast]
+        return [call_of("cast", (changed(value, again=True),), (read(value),), {}, "replay") for value in values]
+
     found: list[Call] = []
     for call in calls:
         if call.phase == "forward" or not second:
@@ -103,6 +111,8 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
             found += [call] if call.phase != "replay" else []
             continue
         inputs = tuple(read(ref) for ref in call.inputs)
+        # At the latest here, if its producer is in a layer that goes back later.
+        found += cast(ref.name for ref in inputs if ref is not None and ref.again and ref.form is not None)
         if call.phase == "backward":
             found.append(call if inputs == call.inputs else changed(call, inputs=inputs))
             continue
@@ -110,9 +120,8 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
         for result in call.outputs:
             remade = result is not None and result.ref.name in fates.dropped
             again = Result(changed(result.ref, again=True)) if result is not None and remade else None
-            # The value is there, so its producer need not run again for a copy.
-            if result is not None and again is not None and result.ref.name in fates.copies:
-                found.append(call_of("cast", (again.ref,), (read(result.ref),), {}, "replay"))
+            if again is not None and again.ref.name in fates.copies:
+                found += cast([again.ref.name])
                 again = None
             outputs.append(again)
         if any(outputs):

@@ -111,6 +111,19 @@ def test_a_dropped_copy_of_a_kept_value_is_cast_again():
     assert apply(calls, fates) == [replayed("cast", (again(ATT),), (ATT,)), wgrad(again(ATT.as_form(COL)))]
 
 
+def test_a_copy_is_cast_before_its_first_reader():
+    """Which is replayed before what made the value, where a layer's first map reads the stream itself."""
+    copy, qkv = RES.as_form(ROW), slot("qkv", 1)
+    calls = [replayed("linear_forward", (qkv,), (copy, weight("w"))), wgrad(copy), EMBED]
+    fates = Fates(items(RES), dropped={"res": frozenset({ROW}), "qkv": frozenset({None})}, copies=frozenset({"res"}))
+    assert apply(calls, fates) == [
+        replayed("cast", (again(RES),), (RES,)),
+        replayed("linear_forward", (again(qkv),), (again(copy), weight("w"))),
+        wgrad(again(copy)),
+        EMBED,
+    ]
+
+
 def test_a_replay_writes_only_the_outputs_that_were_dropped():
     calls = [replayed("rmsnorm_forward", (X, slot("rstd", 0)), (RES, weight("norm")))]
     (call,) = apply(calls, Fates(dropped={"x": frozenset({None})}))
