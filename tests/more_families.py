@@ -64,6 +64,21 @@ MORE: dict[str, dict[str, Any]] = {
         "Starcoder2", "starcoder2", sliding_window=7, norm_epsilon=1e-4, residual_dropout=0.1, tie_word_embeddings=True
     ),
     "starcoder2_plain": _of("Starcoder2", "starcoder2", use_bias=False, num_hidden_layers=1),
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": 97,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_inner": 80,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+    },
     "ministral": _of(
         "Ministral",
         "ministral",

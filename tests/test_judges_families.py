@@ -113,46 +113,53 @@ METHODS = {
     "in full": {"lora_rank": 2, "lora_targets": "mlp", "train_also": "q_proj,k_proj,v_proj"},
     "ia3": {"ia3": "all"},
     "prefix": {"prefix_tuning": 3},
+    "prompt": {"prompt_tuning": 3},
 }
-
-
-QUERIES = "model.layers.0.self_attn.q_proj.weight"
 
 
 class Queries(llmq.Callback):
     """Reads the weight of the queries at the end."""
 
+    def __init__(self, name):
+        self.name = name
+
     def on_end(self, run, result):
-        self.weight = run.parameter(QUERIES)
+        self.weight = run.parameter(self.name)
 
 
-OF_BIASES = [("starcoder2", method) for method in ("dora", "biases", "olora", "adalora", "ia3")]
+OF_BIASES = ("dora", "biases", "olora", "adalora", "ia3")
+OF_FAMILIES = {"glm": METHODS, "starcoder2": OF_BIASES, "gpt2": METHODS, "granite": ["prompt"]}
+WIDE = pytest.mark.parametrize(("family", "method"), [(name, one) for name, of in OF_FAMILIES.items() for one in of])
 
 
-@pytest.mark.parametrize(("family", "method"), [*(("glm", method) for method in METHODS), *OF_BIASES])
-def test_adapters_of_heads_in_another_order_and_of_maps_with_biases(tmp_path, monkeypatch, family, method):
-    """Their files are PEFT's, and are merged to the same model."""
+@WIDE
+def test_adapters_of_other_layers_than_llamas(tmp_path, monkeypatch, family, method):
+    """Of heads in another order, of maps with biases, of matrices that files transpose: their files are PEFT's, and are
+    merged to the same model."""
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        of_one = {"dtype": "float32", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        of_one = {"dtype": "float32", "num_hidden_layers": 1 + (method == "prompt"), "tie_word_embeddings": False}
         transformers_judge.empty_model(MORE[family] | of_one).save_pretrained("base")
     tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
     options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "out_dir": "out"}
-    options |= {"merge": method != "prefix", "learning_rate": 1e-2, **METHODS[method]}
-    llmq.Trainer(model="base", **options).train(train=tokens, callbacks=[seen := Queries()])
+    options |= {"merge": method not in ("prefix", "prompt"), "learning_rate": 1e-2, **METHODS[method]}
+    queries = "model.layers.0.self_attn.q_proj.weight"
+    if family == "gpt2":
+        queries, options["train_also"] = "transformer.h.0.attn.c_attn.weight", options.get("train_also") and "c_attn"
+    llmq.Trainer(model="base", **options).train(train=tokens, callbacks=[seen := Queries(queries)])
     loaded = llmq.load("base", adapter="out", device="cpu", seq_len=LENGTH)
     ours, rows = loaded.logits(tokens[None, :LENGTH]), tokens[None, :LENGTH]
     base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32, attn_implementation="eager")
     mine = dict(loaded.parameters())
     whole = {name: value.numpy() for name, value in base.state_dict().items()}
     assert method in ("in full", "biases", *TAKEN_OUT) or all(np.array_equal(mine[name], whole[name]) for name in whole)
-    assert method in TAKEN_OUT or np.array_equal(seen.weight, mine[QUERIES])
+    assert method in TAKEN_OUT or np.array_equal(seen.weight, mine[queries])
     plain = transformers_judge.logits_of(base, rows)
-    theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), rows)
+    theirs = transformers_judge.logits_of(peft.PeftModel.from_pretrained(base, "out"), rows)[:, -LENGTH:]
     assert np.linalg.norm(theirs - plain) > 1e-3 * np.linalg.norm(plain), "the adapter does something"
     assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
-    if method != "prefix":
+    if options["merge"]:
         merge(find_source("base"), {Path("out"): 1.0}, Path("merged"), dtype="fp32", overwrite=False)
         for folder in ("merged", "out/merged"):
             merged = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

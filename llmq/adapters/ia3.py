@@ -106,10 +106,11 @@ class Gains(Method):
 
     def peft_config(self, config: ModelConfig) -> About:
         """PEFT's IA3Config."""
+        outward, inward = (target_names([t for t in self.targets if t.inward == way], config) for way in (False, True))
         return {
             "peft_type": "IA3",
-            "target_modules": target_names(self.targets, config),
-            "feedforward_modules": target_names([target for target in self.targets if target.inward], config),
+            "target_modules": [*outward, *inward],  # PEFT looks for the others among these, by name
+            "feedforward_modules": inward,
             "fan_in_fan_out": any(target.module.transposed for target in self.targets),
             **in_full_config(self.also, config),
             "init_ia3_weights": True,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from llmq.adapters.targets import EMBED, EMBED_ROW, FILE, LM_HEAD, Module, Target, linear_modules, modules_of
+from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD, Module, Target, linear_modules, modules_of
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, export_bytes, write_json, write_tensors
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
@@ -135,7 +135,7 @@ def read_modules(
     rows = [row for row in parameter_rows(config) if row.name.endswith("bias") or row.name in also]
     shapes = {part.name: part.shape(row.part_axes) for row in rows for part in row.parts}
     if EMBED_ROW in also and config.tie_embeddings:
-        shapes[f"{LM_HEAD}.weight"] = shapes[f"{EMBED}.weight"]
+        shapes[f"{LM_HEAD}.weight"] = shapes[f"{config.family.wiring.names.embed}.weight"]
     for name, tensor in tensors.items():
         if name not in own and name not in shapes:
             problems.append(f"{name} is no part of an adapter of this model")
@@ -171,7 +171,7 @@ def base_copies(about: PeftConfig, tensors: Collection[str], config: ModelConfig
     adapter of lm_head, and on request."""
     own = modules_in_full(about, config, [])
     head = EMBED_ROW if config.tie_embeddings else f"{HEAD}.weight"
-    row_of = {f"{EMBED}.weight": EMBED_ROW, f"{LM_HEAD}.weight": head}
+    row_of = {f"{config.family.wiring.names.embed}.weight": EMBED_ROW, f"{LM_HEAD}.weight": head}
     return [name for name, row in row_of.items() if name in tensors and row not in own]
 
 

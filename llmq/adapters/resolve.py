@@ -20,7 +20,6 @@ from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.part import PartOfModel
 from llmq.adapters.peft_format import PREFIX, PeftConfig, base_copies
-from llmq.adapters.targets import EMBED
 from llmq.adapters.virtual_tokens import Prefix, Prompt
 from llmq.errors import DataError
 from llmq.files import tensor_files
@@ -224,8 +223,9 @@ class StoredAdapter:
         source has.
         """
         of_part = {part.name: (row, part) for row in parameter_rows(self.config) for part in row.parts}
+        embed = f"{self.config.family.wiring.names.embed}.weight"
         for name, stored in self.copies.items():
-            row, part = of_part.get(name, of_part[f"{EMBED}.weight"])  # a head that is tied
+            row, part = of_part.get(name, of_part[embed])  # a head that is tied
             ((_, value),) = open_parameters(source, seed)([row])
             theirs = read_tensor(stored)
             if not np.array_equal(part.take(value).astype(theirs.dtype), theirs):

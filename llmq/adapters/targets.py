@@ -18,7 +18,7 @@ from llmq.row import HeadOrder, Row
 
 MAGNITUDE = "lora_magnitude_vector"  # the name of what DoRA adds
 FILE = "adapter"  # the file of an adapter's rows
-LM_HEAD, EMBED = "lm_head", "model.embed_tokens"
+LM_HEAD = "lm_head"
 FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # maps that share their input
 INWARD = "mlp.down"  # of the layers' sites, whose inputs IA3 scales
 SCALED = f"keeps what a map computes for the backward pass, which the logits are too large for: leave {LM_HEAD} out of"
@@ -248,7 +248,7 @@ def trained_in_full(text: str | None, config: ModelConfig, adapted: Sequence[Mod
     """The names of the rows of the modules that --train-also names; None: of none. UsageError."""
     if text is None:
         return frozenset()
-    tied = {EMBED, LM_HEAD} if config.tie_embeddings else set()
+    tied = {config.family.wiring.names.embed, LM_HEAD} if config.tie_embeddings else set()
 
     def is_named(by: str, name: str) -> bool:
         return any(matches(by, one) for one in (tied if name in tied else {name}))

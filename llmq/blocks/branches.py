@@ -122,3 +122,26 @@ class ScaledEmbed(Embed):
         """dw <- d.out (B,T,C)."""
         ops.scale(d.plain, d.out, None, factor=self.factor)
         self.base.backward(ops, a, d.renamed({"out": "plain"}), w, dw)
+
+
+class PlacedEmbed(Embed):
+    """What `base` makes of the tokens + positions[how far each is from the start of its document] (GPT-2)."""
+
+    def __init__(self, base: Embed, hidden_size: int) -> None:
+        self.base, self.hidden_size = base, hidden_size
+
+    def slots(self, b: int, t: int) -> tuple[Slot, ...]:
+        """unplaced and places (B,T,C), beside the slots of the base."""
+        own = (Slot(name, (b, t, self.hidden_size)) for name in ("unplaced", "places"))
+        return (*self.base.slots(b, t), *own)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters) -> None:
+        """a.out (B,T,C) <- a.batch.tokens (B,T), a.batch.positions (B,T)."""
+        self.base.forward(ops, a.renamed({"out": "unplaced"}), w)
+        ops.embedding_forward(a.places, a.batch.positions, w.positions)
+        ops.scale(a.out, a.unplaced, a.places, factor=1.0)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters) -> None:
+        """dw <- d.out (B,T,C)."""
+        ops.embedding_backward(dw.positions, d.out, a.batch.positions)
+        self.base.backward(ops, a, d, w, dw)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llmq.options.run import ExportOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -41,8 +41,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FOLDER = "additional_chat_templates"  # named chat templates of transformers >= 4.51, one file each
 
 # Buffers that old releases of transformers stored with the weights; they follow from the config.
-_BUFFER = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias)$")
-_LAYER = re.compile(r"(?<=\.layers\.)\d+")
+_BUFFER = re.compile(r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\.masked_bias|\.h\.\d+\.attn\.bias)$")
+_LAYER = re.compile(r"((?<=\.layers\.)|(?<=\.h\.))\d+")
 _QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|input_scale|SCB|absmax|quant_map|quant_state.*)$"
 )
@@ -52,17 +52,26 @@ _WRITTEN = re.compile(
 _storage = partial(disk.storage, failed="the model cannot be written", advice="choose another --out-dir")
 
 
+def model_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
+    """Every tensor of a model folder by the name that `rows` have for it, the embedding's first. Models without their
+    head, and GPT-2 as it is published, lack the first part of names."""
+    stored = tensor_files.stored_tensors(folder)
+    prefix, _, bare = rows[0].parts[0].name.partition(".")
+    return {f"{prefix}.{name}": tensor for name, tensor in stored.items()} if bare in stored else stored
+
+
 def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     """The tensors of a model folder by name, checked to be those of `rows`.
 
     DataError lists everything missing, extra, misshapen or of a wrong type, and a tied head unlike the embedding.
     """
-    stored = tensor_files.stored_tensors(folder)
+    stored = model_tensors(folder, rows)
     wanted = _shapes(rows)
+    embedding = next(iter(wanted))
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
         raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
-    tied = HEAD in named and HEAD not in wanted and EMBEDDING in named
+    tied = HEAD in named and HEAD not in wanted and embedding in named
     extra = [name for name in named if name not in wanted and not (tied and name == HEAD)]
     problems = [f"missing: {name}" for name in wanted if name not in named]
     problems += [f"not part of this architecture: {name}" for name in extra]
@@ -73,8 +82,8 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
             unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
         if tensor.dtype not in tensor_files.FILE_DTYPES:
             unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(tensor_files.FILE_DTYPES)}")
-    if tied and not unfit and not _equal(named[HEAD], named[EMBEDDING]):
-        problems.append(f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true")
+    if tied and not unfit and not _equal(named[HEAD], named[embedding]):
+        problems.append(f"{HEAD} differs from {embedding}, but config.json has tie_word_embeddings true")
     if problems + unfit:
         listed = "\n".join(f"  - {p}" for p in by_kind(problems + unfit, _LAYER))
         raise DataError(f"{folder} does not fit its config.json:\n{listed}")

@@ -22,7 +22,7 @@ import numpy as np
 from llmq.errors import DataError, UsageError
 from llmq.files import tensor_files
 from llmq.files.hub import model_folder, revision_of
-from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, read_rows, tokenizer_files
+from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, model_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
@@ -168,10 +168,8 @@ def fingerprint(source: ModelSource) -> str | None:
     if source.from_scratch:
         return None
     assert source.folder is not None
-    stored = tensor_files.stored_tensors(source.folder)
-    return tensor_files.fingerprint(
-        {part.name: stored[part.name] for row in parameter_rows(source.config) for part in row.parts}
-    )
+    stored = model_tensors(source.folder, rows := parameter_rows(source.config))
+    return tensor_files.fingerprint({part.name: stored[part.name] for row in rows for part in row.parts})
 
 
 def drawn(source: ModelSource, rows: Sequence[Row], seed: int) -> Iterator[tuple[Row, np.ndarray]]:

@@ -75,7 +75,8 @@ class ModelConfig:
     def table(self, layer: int) -> str:
         """The name of the constant by which a layer's queries and keys are turned."""
         is_local = self.local_rope is not None and self.window(layer) is not None
-        return NONE if layer in self.unrotated else LOCAL if is_local else ROPE
+        is_turned = layer not in self.unrotated and not self.family.wiring.names.positions
+        return LOCAL if is_turned and is_local else ROPE if is_turned else NONE
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full causal attention."""
@@ -97,7 +98,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mlp_bias": ((None, False), "biases in the MLP are not supported"),
     "attention_dropout": ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
     **dict.fromkeys(
-        ("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout"),
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout", "embedding_dropout"),
         ((None, 0), "dropout is not supported; set it to 0.0 to train without"),
     ),
     "lm_head_bias": ((None, False), "a bias of the head is not supported"),
@@ -234,7 +235,7 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
         "model_type": family.model_type,
         **_keys(family.keys, replace(config, dtype=torch_name)),
         **_keys(family.keys, config.scales),
-        family.act_key: config.source.get(family.act_key)
+        family.act_key: {**family.defaults, **config.source}.get(family.act_key)
         or next(name for name, ours in ACTIVATIONS.items() if ours == family.wiring.activation),
         **family.rope_keys(config),
         "torch_dtype": torch_name,

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.blocks.attention import Heads, Rotary
-from llmq.blocks.branches import LayerNorm, PostNorm, Scaled, ScaledEmbed, Unnormed
+from llmq.blocks.branches import LayerNorm, PlacedEmbed, PostNorm, Scaled, ScaledEmbed, Unnormed
 from llmq.blocks.capped import Capped
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
@@ -26,7 +26,7 @@ from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH,
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Activation, Into, Onto
-from llmq.row import HeadOrder, Row, SublayerRows
+from llmq.row import HeadOrder, Part, Row, SublayerRows
 from llmq.tensor import DTYPES
 
 if TYPE_CHECKING:
@@ -219,6 +219,12 @@ class Family:
         cap, divisor = config.scales.final_logit_softcapping, config.scales.logits_scaling
         return reader if cap is None and divisor == 1 else Capped(reader, cap or math.inf, 1 / divisor)
 
+    def position_rows(self, config: ModelConfig) -> Iterator[Row]:
+        """The table of learned positions (max_position,C), where there is one."""
+        if name := self.wiring.names.positions:
+            part, shape = Part(f"{name}.weight", 0, config.max_position), (config.max_position, config.hidden_size)
+            yield Row("embed.positions", shape, (part,), "normal", decay=True)
+
     def head_rows(self, config: ModelConfig) -> Iterator[Row]:
         """The parameters of the norm before the head."""
         return self.norm(config).rows(SublayerRows("head"), config.hidden_size, self.wiring.names.norm)
@@ -239,12 +245,15 @@ class Family:
         factor = config.scales.residual_multiplier
         return Added() if factor == 1 else Scaled(factor)
 
-    def embed(self, config: ModelConfig, dtype: str, noisy: Callable[[Embed], Embed]) -> Embed:
-        """The embedding of a model in `dtype`, `noisy` where noise is asked for."""
+    def embed(self, config: ModelConfig, dtype: str, around: Callable[[Embed], Embed]) -> Embed:
+        """The embedding of a model in `dtype`, with what a run puts `around` that of its tokens."""
         c, factor, embed = config.hidden_size, config.scales.embedding_multiplier, Embed()
         if self.wiring.scaled:  # by a number of the model's dtype, as in transformers
             embed = ScaledEmbed(embed, c, float(np.asarray(c**0.5, DTYPES[dtype])))
-        return noisy(embed) if factor == 1 else ScaledEmbed(noisy(embed), c, factor)
+        embed = around(embed)
+        if self.wiring.names.positions:
+            embed = PlacedEmbed(embed, c)
+        return embed if factor == 1 else ScaledEmbed(embed, c, factor)
 
     def orders(self, config: ModelConfig) -> dict[str, HeadOrder]:
         """The tensors of attention whose channels are held in another order than in files."""

@@ -1,9 +1,9 @@
 """The families that llmq knows: names, the defaults of their keys, and what their layers are made of."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import Field, PlainValidator, ValidationInfo
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.model.families import (
     ConfigKeys,
@@ -15,7 +15,7 @@ from llmq.model.families import (
     UnrotatedKeys,
     listed_windows,
 )
-from llmq.model.key_types import Positive, Size
+from llmq.model.key_types import MAX_LAYERS, Positive, Size, Width
 from llmq.model.rope_keys import parted
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
@@ -144,6 +144,41 @@ class Starcoder2(Mistral):
     keys = Starcoder2Keys
 
 
+def four_times_hidden(size: Any, info: ValidationInfo) -> Any:
+    """What an MLP's size is if no key says it."""
+    return 4 * info.data.get("hidden_size", 1) if size is None else size
+
+
+class Gpt2Keys(ConfigKeys):
+    """Those of GPT-2, which has other names for them; what would be another function is refused."""
+
+    hidden_size: Width = Field(alias="n_embd")
+    intermediate_size: Annotated[Width, BeforeValidator(four_times_hidden)] = Field(cast(int, None), alias="n_inner")
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)] = Field(alias="n_layer")
+    num_heads: Width = Field(alias="n_head")
+    rms_norm_eps: Positive = Field(1e-5, alias="layer_norm_epsilon")
+    max_position: Size = Field(1024, alias="n_positions")
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    reorder_and_upcast_attn: bool = False  # which says how, not what
+
+
+class Gpt2(Family):
+    """LayerNorms, an MLP without a gate, biases, learned positions, matrices that are transposed in files; trained
+    without the dropout that its keys name."""
+
+    keys, act_key = Gpt2Keys, "activation_function"
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All but heads of other kinds."""
+        return {**super().counted(keys), "num_key_value_heads": None, "head_dim": None}
+
+    def rope_keys(self, config: "ModelConfig") -> dict[str, Any]:
+        """None."""
+        return {}
+
+
 _SANDWICH = Names(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -233,6 +268,32 @@ FAMILIES: Table[Family] = table(
                 layernorm=True,
                 activation="gelu_tanh",
                 gated=False,
+                all_biased=True,
+            ),
+        ),
+        "GPT2LMHeadModel": Gpt2(
+            "gpt2",
+            {"bos_token_id": 50256, "eos_token_id": 50256, "tie_word_embeddings": True}
+            | {"activation_function": "gelu_new"},
+            facts={"qkv_bias": True},
+            takes=frozenset({"resid_pdrop", "embd_pdrop", "attn_pdrop"}),
+            wiring=Wiring(
+                Names(
+                    embed="transformer.wte",
+                    positions="transformer.wpe",
+                    layers="transformer.h",
+                    attention_norm="ln_1",
+                    qkv=("attn.c_attn",),
+                    o="attn.c_proj",
+                    mlp_norm="ln_2",
+                    up=("mlp.c_fc",),
+                    down="mlp.c_proj",
+                    norm="transformer.ln_f",
+                ),
+                layernorm=True,
+                activation="gelu_tanh",
+                gated=False,
+                transposed=True,
                 all_biased=True,
             ),
         ),

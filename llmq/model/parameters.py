@@ -31,11 +31,12 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     """Every parameter of a model, in the order of the forward pass."""
     c, v, vp, names = config.hidden_size, config.vocab_size, padded_vocab(config), config.family.wiring.names
     embed = Row(EMBED_ROW, (vp, c), (Part(f"{names.embed}.weight", 0, v),), "normal", decay=True)
+    positions = config.family.position_rows(config)
     layers = (row for layer in range(config.num_layers) for row in config.family.rows(config, layer))
     norms = config.family.head_rows(config)
     lm_head = (Part(f"{names.head}.weight", 0, v),)
     head = Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD)
-    return (embed, *layers, *norms, *(() if config.tie_embeddings else (head,)))
+    return (embed, *positions, *layers, *norms, *(() if config.tie_embeddings else (head,)))
 
 
 def fitted_rows(config: ModelConfig, sites: Mapping[str, Any]) -> tuple[Row, ...]:

@@ -113,6 +113,10 @@ PRESETS: dict[str, ModelConfig] = {
         "SmolLM3ForCausalLM", 128256, 2048, 11008, 36, 16, 4, 128, 1e-6, 65536, RopeConfig(5e6), tie_embeddings=True,
         unrotated=tuple(range(3, 36, 4)), bos_token_id=128000, eos_token_ids=(128001,), pad_token_id=128004,
     ),
+    "gpt2": ModelConfig(
+        "GPT2LMHeadModel", 50257, 768, 3072, 12, 12, 12, 64, 1e-5, 1024, tie_embeddings=True, qkv_bias=True,
+        bos_token_id=50256, eos_token_ids=(50256,),
+    ),
     "glm4_9b": ModelConfig(
         "Glm4ForCausalLM", 151552, 4096, 13696, 40, 32, 2, 128, 1e-5, 32768,
         RopeConfig(10000.0, partial=0.5, interleaved=True), qkv_bias=True,
@@ -141,6 +145,7 @@ _TOKENIZERS = {
     "olmo2": "allenai/OLMo-2-1124-7B",
     "smollm3": "HuggingFaceTB/SmolLM3-3B-Base",
     "glm4": "zai-org/GLM-4-9B-0414",
+    "gpt2": "openai-community/gpt2",
 }
 # Short names of models of the Hub, which have weights.
 HUB_NAMES = {

@@ -14,9 +14,11 @@ ACTIVATIONS = {  # by transformers' names
 @dataclass(frozen=True)
 class Names:
     """Tensors of a model in files, those of a layer below `layers`. Maps that are computed as one are several tensors,
-    or one that is fused in the file, too."""
+    or one that is fused in the file, too. Where there is a table of learned `positions`, no layer has a rotary
+    embedding."""
 
     embed: str = "model.embed_tokens"
+    positions: str = ""
     layers: str = "model.layers"
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -76,7 +76,7 @@ def build_model(spec: Spec) -> Model:
     family, sizes = config.family, (config.hidden_size, padded_vocab(config))
     reader = family.reader(config, loss)
     head = Head(*sizes, family.norm(config), memory.head_chunks, site_of(spec, HEAD), reader)
-    return Model(_embed(spec), layers, head)
+    return Model(_embed(spec, _around(spec)), layers, head)
 
 
 def build_decoder(spec: Spec, sampling: Sampling) -> Model:
@@ -88,13 +88,7 @@ def build_decoder(spec: Spec, sampling: Sampling) -> Model:
     def core(window: int | None, layer: int) -> Core:
         return CachedCore(heads, window, layer, unturned[layer].left, rotaries[layer].table)
 
-    return _generator(
-        spec,
-        spec.config.family.embed(spec.config, spec.precision.model, lambda base: base),
-        core,
-        unturned.__getitem__,
-        sampling,
-    )
+    return _generator(spec, _embed(spec, lambda base: base), core, unturned.__getitem__, sampling)
 
 
 def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
@@ -103,7 +97,7 @@ def build_prompt_reader(spec: Spec, sampling: Sampling) -> Model:
     def core(window: int | None, layer: int) -> Core:
         return PromptCore(_core(spec, window), layer)
 
-    return _generator(spec, _embed(spec), core, partial(_rotary, spec), sampling)
+    return _generator(spec, _embed(spec, _around(spec)), core, partial(_rotary, spec), sampling)
 
 
 def _generator(spec: Spec, embed: Embed, cores: Cores, rotaries: Rotaries, sampling: Sampling) -> Model:
@@ -136,13 +130,26 @@ def _heads(spec: Spec) -> Heads:
     return spec.config.family.heads(spec.config)
 
 
-def _embed(spec: Spec) -> Embed:
+def _embed(spec: Spec, around: Callable[[Embed], Embed]) -> Embed:
+    """The embedding of a spec. UsageError for rows that are longer than a table of learned positions."""
+    config = spec.config
+    if config.family.wiring.names.positions and spec.seq_len > config.max_position:
+        raise UsageError(
+            f"rows of {spec.seq_len:,} tokens have more positions than the model's {config.max_position:,}, which are "
+            "learned: use a smaller --seq-len"
+        )
+    return config.family.embed(config, spec.precision.model, around)
+
+
+def _around(spec: Spec) -> Callable[[Embed], Embed]:
+    """What a run puts around the embedding of tokens: noise, and virtual tokens."""
     config, alpha = spec.config, spec.regularization.neftune_alpha
 
-    def noisy(base: Embed) -> Embed:
-        return NoisyEmbed(base, config.hidden_size, alpha, spec.seed, NOISE_STREAM) if alpha else base
+    def around(base: Embed) -> Embed:
+        noisy = NoisyEmbed(base, config.hidden_size, alpha, spec.seed, NOISE_STREAM) if alpha else base
+        return spec.adapters.embed(noisy, config)
 
-    return spec.adapters.embed(config.family.embed(config, spec.precision.model, noisy), config)
+    return around
 
 
 def _rotary(spec: Spec, layer: int) -> Rotary:

@@ -65,8 +65,9 @@ def exported_config(source: ModelSource, data: Data, say: Say) -> ModelConfig:
             config = replace(config, eos_token_ids=ends, bos_token_id=None, pad_token_id=None)
         else:
             config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
-    # Of these kinds of rope max_position_embeddings is a part of what the model computes.
-    if data.seq_len <= config.max_position or config.rope.kind in ("dynamic", "longrope"):
+    # Of these kinds of rope, and of learned positions, max_position_embeddings is a part of what the model computes.
+    is_part = config.rope.kind in ("dynamic", "longrope") or config.family.wiring.names.positions
+    if data.seq_len <= config.max_position or is_part:
         return config
     say(
         f"--seq-len {data.seq_len} exceeds the max_position_embeddings {config.max_position} of {source.name}: "

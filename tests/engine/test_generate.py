@@ -42,6 +42,7 @@ WIRINGS = {
     "tied, biased": tiny(),
     "windows": tiny(windows=(None, 3)),
     "qk-norm": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
+    "learned positions": tiny(architecture="GPT2LMHeadModel", num_kv_heads=4),
 }
 METHODS = {"none": NO_ADAPTERS, "prefix": Prefix(3), "prompt": Prompt(3)}
 PROMPTS = [[5, 17, 3], [9], [1, 2, 3, 4, 5, 6, 7, 8], [42, 42]]

@@ -15,6 +15,7 @@ from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import huggingface as hf
 from llmq.files import tensor_files
 from llmq.files.huggingface import Export, checked_tensors, export_bytes, read_rows
+from llmq.files.source import find_source, fingerprint
 from llmq.files.tensor_files import INDEX, WEIGHTS, stored_dtype, stored_tensors
 from llmq.model.config import ModelConfig, RopeConfig, from_folder
 from llmq.model.parameters import padded_vocab, parameter_rows
@@ -30,6 +31,7 @@ FAMILIES = {
     "mistral": replace(BASE, architecture="MistralForCausalLM", windows=(16, 16, 16), eos_token_ids=(2, 3)),
     "qwen2": replace(BASE, architecture="Qwen2ForCausalLM", qkv_bias=True, windows=(None, 9, 9), dtype="bf16"),
     "qwen3": replace(BASE, architecture="Qwen3ForCausalLM", qk_norm=True, head_dim=8, tie_embeddings=True),
+    "gpt2": replace(BASE, architecture="GPT2LMHeadModel", num_kv_heads=4, qkv_bias=True, tie_embeddings=True),
     "large vocabulary": replace(BASE, vocab_size=262_144, hidden_size=4, num_layers=1, head_dim=2),
 }
 LONG_NAME = "\u00e9" * 130 + ".safetensors"  # in bytes of UTF-8
@@ -79,7 +81,8 @@ def test_round_trip(tmp_path, name, shard_bytes):
     assert stored_dtype(tmp_path / "m") == config.dtype
     stored = stored_tensors(tmp_path / "m")
     assert ("lm_head.weight" in stored) == (not config.tie_embeddings)
-    assert stored["model.embed_tokens.weight"].shape == (config.vocab_size, config.hidden_size)
+    embedding = stored[f"{config.family.wiring.names.embed}.weight"]
+    assert embedding.shape == (config.vocab_size, config.hidden_size)
     assert listing(tmp_path) == ["m", *(f"m/{entry}" for entry in listing(tmp_path / "m"))]  # nothing beside it
     if shard_bytes == 10_000:
         index = json.loads((tmp_path / "m" / INDEX).read_text())
@@ -87,7 +90,10 @@ def test_round_trip(tmp_path, name, shard_bytes):
         assert len(set(index["weight_map"].values())) > 1 and not (tmp_path / "m" / WEIGHTS).exists()
     else:
         theirs = load_file(tmp_path / "m" / WEIGHTS)
-        qkv = [theirs[f"model.layers.0.self_attn.{p}_proj.weight"] for p in "qkv"]
+        if name == "gpt2":
+            qkv = [theirs["transformer.h.0.attn.c_attn.weight"].T]
+        else:
+            qkv = [theirs[f"model.layers.0.self_attn.{p}_proj.weight"] for p in "qkv"]
         np.testing.assert_array_equal(
             np.concatenate(qkv).astype(np.float32), values["layers.0.attention.qkv.weight"].astype(np.float32)
         )
@@ -127,6 +133,25 @@ def test_known_buffers_are_ignored_and_a_tied_head_must_equal_the_embedding(tmp_
     save_file(tensors, folder / WEIGHTS)
     with pytest.raises(DataError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         load(folder)
+
+
+def test_gpt2_as_it_is_published(tmp_path):
+    """Without the first part of names, and with masks beside the weights."""
+    folder, tensors = model(tmp_path, config := FAMILIES["gpt2"])
+    values, source = load(folder), find_source(str(folder))
+    print_of = fingerprint(source)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    masks = {f"h.{layer}.attn.bias": np.tril(np.ones((1, 1, 64, 64), np.float32)) for layer in range(3)}
+    save_file({**bare, **masks, "h.0.attn.masked_bias": np.float32([-1e4])}, folder / WEIGHTS)
+    same(load(folder), values)
+    assert fingerprint(find_source(str(folder))) == print_of and config.family.wiring.transposed
+    for layer in range(3):
+        del bare[f"h.{layer}.ln_1.bias"]
+    save_file({**bare, "h.0.attn.extra": np.float32([1])}, folder / WEIGHTS)
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    for text in ("missing: transformer.h.0.ln_1.bias (and 2 more like it)", "architecture: transformer.h.0.attn.extra"):
+        assert text in str(caught.value)
 
 
 def test_everything_that_does_not_fit_is_said_at_once(tmp_path):
@@ -354,5 +379,5 @@ def test_transformers_reads_ours_and_we_read_theirs(tmp_path, name):
         state = {key: tensor.float().numpy() for key, tensor in model_of.state_dict().items()}
         for row in parameter_rows(config):
             for part in row.parts:
-                read = values[row.name][part.start : part.stop].astype(np.float32)
+                read = part.take(values[row.name]).astype(np.float32)
                 np.testing.assert_array_equal(state[part.name], read)

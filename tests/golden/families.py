@@ -143,13 +143,14 @@ def weights(
     embeddings of standard deviation 0.57, or 0.29 if tied."""
     drawn = {}
     for name, shape in (shapes or tensor_shapes(config)).items():
-        limit = 40 if "norm" in name else 127
+        is_norm = "norm" in name or (len(shape) == 1 and name.endswith("weight"))
+        limit = 40 if is_norm else 127
         k = _stream("weight", seed, name).randint(-limit, limit + 1, size=shape, dtype=np.int64).astype(np.float32)
-        if "norm" in name:
+        if is_norm:
             drawn[name] = 1 + k / 128
         elif name.endswith("bias"):
             drawn[name] = k / 256
-        elif name == "model.embed_tokens.weight":
+        elif name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
             drawn[name] = k / (256 if config["tie_word_embeddings"] else 128)
         else:
             drawn[name] = k * np.float32(2.0 ** round(np.log2(0.8 / 73 / np.sqrt(shape[1]))))

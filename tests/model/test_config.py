@@ -223,6 +223,49 @@ def test_starcoder2_as_it_is_published():
     refused({**STARCODER2, "use_bias": 1}, "use_bias (1)")
 
 
+GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+
+
+def test_gpt2_as_it_is_published():
+    config = read_config(GPT2)
+    assert config == replace(PRESETS["gpt2"], dtype="fp32")
+    assert num_parameters(parameter_rows(config)) == 124_439_808
+    assert {config.table(layer) for layer in range(12)} == {"rope_none"}
+    written = to_hf(config)
+    assert read_config(written) == config and {key: written[key] for key in GPT2} == GPT2
+    assert to_hf(PRESETS["gpt2"])["activation_function"] == "gelu_new" and not {"rope_theta", "rope_scaling"} & {
+        *written
+    }
+    short = {key: GPT2[key] for key in ("architectures", "vocab_size", "n_embd", "n_layer", "n_head")}
+    assert read_config(short) == config == read_config({**GPT2, "n_inner": None, "num_key_value_heads": 3})
+    assert read_config({**GPT2, "n_inner": 999}).intermediate_size == 999
+    assert read_config({**GPT2, "reorder_and_upcast_attn": True}) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("scale_attn_weights", False, "must be True"),
+        ("scale_attn_by_inverse_layer_idx", True, "must be False"),
+        ("add_cross_attention", True, "must be False"),
+        ("activation_function", "relu", "only gelu_tanh is supported"),
+        ("n_inner", 0, "must be greater than"),
+        ("n_positions", "1024", "must be a valid integer"),
+        ("quantum", 1, "does not know this key of GPT2LMHeadModel"),
+    ],
+)
+def test_what_would_be_another_gpt2_is_refused(key, value, said):
+    refused({**GPT2, key: value}, f"{key} ({value!r})", said)
+    refused({**GPT2, "n_head": 7}, "hidden_size (768) is not a multiple of num_attention_heads (7)")
+
+
 class WithLocalRope(Mistral):
     """Mistral, whose layers with a window have a rope of their own."""
 
@@ -378,7 +421,7 @@ def test_presets_survive_export(name):
         ("llama3_8b", 8030.3), ("llama3_70b", 70553.7), ("llama3_405b", 405853.4), ("Qwen2.5-0.5B", 494.0),
         ("Qwen2.5-1.5B", 1543.7), ("Qwen2.5-3B", 3085.9), ("Qwen2.5-7B", 7615.6), ("Qwen2.5-14B", 14770.0),
         ("Qwen2.5-32B", 32763.9), ("Qwen2.5-72B", 72706.2), ("Qwen3-0.6B", 596.0), ("Qwen3-1.7B", 1720.6),
-        ("Qwen3-4B", 4022.5), ("Qwen3-8B", 8190.7), ("Mistral-7B", 7241.7),
+        ("Qwen3-4B", 4022.5), ("Qwen3-8B", 8190.7), ("Mistral-7B", 7241.7), ("gpt2", 124.4),
     ],
 )  # fmt: skip
 def test_preset_sizes(name, millions):

@@ -30,6 +30,7 @@ WIRINGS = {
     "tied, biased": tiny(),
     "windows": tiny(windows=(None, 6)),
     "qk-norm": tiny(architecture="Qwen3ForCausalLM", qk_norm=True, qkv_bias=False, tie_embeddings=False),
+    "learned positions": tiny(architecture="GPT2LMHeadModel", num_kv_heads=4),
 }
 BUDGET = Budget(2, warmup=1, final=1, interval=1, total=4)
 

@@ -24,7 +24,15 @@ DEEP = "[" * 100_000
 # What config.json says in model folders without weights.
 CONFIGS: dict[str, Any] = {
     "m-moe": {**CONFIG, "num_experts": 8},
-    "m-arch": {**CONFIG, "architectures": ["GPT2LMHeadModel"]},
+    "m-arch": {**CONFIG, "architectures": ["BertForMaskedLM"]},
+    "m-places": {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 420,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 24,
+    },
     "m-eps": {**CONFIG, "rms_norm_eps": -1},
     "bare": CONFIG,
 }

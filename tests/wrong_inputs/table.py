@@ -44,6 +44,7 @@ COMMAND_LINES = {
 --packing most | --packing most: give windows, true (the same
 --packing --no-packing | --packing and --no-packing are both given
 --max-docs 3 | --max-docs 3 is for packed rows: add
+--model m-places --from-scratch --seq-len 32 | rows of 32 tokens have more positions than the model's 24
 --max-docs 99 --packing | --max-docs 99 is more than the --seq-len 16
 --weight 1 --weight 2 | --weight is given 2 times and --train-file 1
 --weight -1 | the weight -1.0 is not a number above 0
@@ -106,7 +107,7 @@ COMMAND_LINES = {
 --model m-none | m-none/config.json is absent: a Hugging Face
 --model m-json | m-json/config.json is not valid JSON
 --model m-moe | num_experts (8): mixtures of experts are not
---model m-arch | architectures (['GPT2LMHeadModel']): is not
+--model m-arch | architectures (['BertForMaskedLM']): is not
 --model m-eps | rms_norm_eps (-1): must be greater than 0
 --model m-less | missing: model.embed_tokens.weight
 --model m-shape | model.embed_tokens.weight has shape [5, 32]
