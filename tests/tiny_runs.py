@@ -123,9 +123,9 @@ def tiny_options(path):
     }
 
 
-def write_weights(source, to, times=1, tokenizer=None):
+def write_weights(source, to, times=1, tokenizer=None, **more):
     """Writes a model folder with `times` the initial weights of one without, and with the files of a tokenizer's."""
-    found = open_source(ModelOptions(model=str(source), from_scratch=True))
+    found = open_source(ModelOptions(model=str(source), from_scratch=True, **more))
     rows = parameter_rows(found.config)
     values = {row.name: times * value for row, value in open_parameters(found, 7)(rows)}
     Export(to, found.config, rows, "fp32", tokenizer).write(lambda row: values[row.name])

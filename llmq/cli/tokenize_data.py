@@ -15,7 +15,7 @@ from llmq.training.interrupt import terminable
 
 SHARED = (  # options of llmq-train, with its help
     *("eval_fraction", "data_format", "map", "prompt_template", "preamble", "chat_template", "train_on", "seq_len"),
-    *("overlong", "skip_bad_rows"),
+    *("overlong", "skip_bad_rows", "add_tokens"),
 )
 
 
@@ -98,6 +98,7 @@ def command(inputs: tuple[str, ...], show: int, **given: Any) -> None:
             samples=show,
             eval_fraction=flat["eval_fraction"],
             skip_bad_rows=flat["skip_bad_rows"],
+            add_tokens=flat["add_tokens"],
             **given,
         )
     for file in written:

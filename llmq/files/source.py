@@ -10,12 +10,12 @@ import hashlib
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, model_tensor
 from llmq.files.tensor_files import Stored
 from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
-from llmq.model.parameters import parameter_rows, rows_of_file
+from llmq.model.parameters import EMBED_ROW, HEAD_ROW, parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
 from llmq.row import Row
 
@@ -56,6 +56,9 @@ class ModelSource:
     preset_tokenizer: str | None = None
     tokenizer_asked: bool = False
     revision: str | None = None  # of a model of the Hub, with its commit
+    new_tokens: Sequence[Mapping[str, Any]] = ()  # that are added to the tokenizer
+    new_rows: range = range(0)  # of the embedding and the head, which begin as the mean of those before
+    stored_rows: int = 0  # that the files have of these where there are new ones
 
     @property
     def required_tokenizer(self) -> Path | None:
@@ -145,18 +148,23 @@ def find_source(
 
 def open_parameters(source: ModelSource, seed: int) -> Values:
     """A function that gives each of some rows with its first value: the model's from the source's files, in their
-    dtype, and others, or all of a model from scratch, drawn in fp32.
+    dtype, and others, or all of a model from scratch, drawn in fp32. Rows of new tokens are the mean of the others.
 
     Files are checked by this call; see checked_tensors for the errors.
     """
     stored: dict[str, Stored] = {}
     if not source.from_scratch:
         assert source.folder is not None
-        stored = checked_tensors(source.folder, parameter_rows(source.config))
+        held = replace(source.config, vocab_size=source.stored_rows or source.config.vocab_size)
+        stored = checked_tensors(source.folder, parameter_rows(held))
 
     def values(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
         read = () if source.from_scratch else rows_of_file(rows)
-        yield from read_rows(stored, read)
+        for row, value in read_rows(stored, read):
+            if source.new_rows and row.name in (EMBED_ROW, HEAD_ROW):
+                others, new = value[: source.new_rows.start], value[source.new_rows.start : source.new_rows.stop]
+                new[...] = others.mean(axis=0, dtype=np.float64)
+            yield row, value
         names = {row.name for row in read}
         yield from drawn(source, [row for row in rows if row.name not in names], seed)
 

@@ -14,6 +14,7 @@ from llmq.row import Part, Row
 
 HEAD = "head"  # the linear map to the logits
 EMBED_ROW = "embed.weight"  # which a tied head is
+HEAD_ROW = f"{HEAD}.weight"
 VOCAB_MULTIPLE = 128  # the vocabulary is padded to this, so that every matmul is aligned; padded rows stay zero
 
 
@@ -35,7 +36,7 @@ def parameter_rows(config: ModelConfig) -> tuple[Row, ...]:
     layers = (row for layer in range(config.num_layers) for row in config.family.rows(config, layer))
     norms = config.family.head_rows(config)
     lm_head = (Part(f"{names.head}.weight", 0, v),)
-    head = Row("head.weight", (vp, c), lm_head, "normal", decay=True, site=HEAD)
+    head = Row(HEAD_ROW, (vp, c), lm_head, "normal", decay=True, site=HEAD)
     return (embed, *positions, *layers, *norms, *(() if config.tie_embeddings else (head,)))
 
 

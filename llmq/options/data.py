@@ -63,6 +63,13 @@ class ModelOptions(Section):
         metavar="tokenizer|INT",
     )
 
+    add_tokens: Path | None = option(
+        None,
+        "File of tokens to add to the tokenizer and the model: one in each line, or a .json list of texts and objects "
+        'such as {"content": "<tool>", "special": true}. Their rows start as the mean of the others.',
+        metavar="FILE",
+    )
+
     def contradictions(self) -> Iterator[str]:
         if not self.from_scratch:
             for key in self.given(("vocab_size", "tokenizer", "init_proj_to_zero")):

@@ -11,15 +11,17 @@ from llmq.backends.opening import begin_opening, open_backend
 from llmq.blocks.packed import Packing
 from llmq.data.batches.loader import Data, open_data
 from llmq.data.batches.named_data import open_named
+from llmq.data.tokens.added_tokens import grown, read_tokens
 from llmq.data.tokens.tokenizer import num_ids, rebuilt_warning
 from llmq.disk import check_free_space
 from llmq.engine.advice import refuse_if_too_large
 from llmq.errors import UsageError
-from llmq.files.source import open_parameters, open_source
+from llmq.files.source import ModelSource, open_parameters, open_source
 from llmq.files.writers import checkpoint_bytes
 from llmq.generation.prompts import read_questions
 from llmq.hardware import device
 from llmq.model.config import ModelConfig
+from llmq.model.parameters import EMBED_ROW
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
 from llmq.plan import levels, loss, memory, precision
@@ -73,6 +75,7 @@ def prepare(options: Options, log: RunLog, ranks: Ranks, *, stops_early: bool) -
     trains = replace(trains, data=fit.resized(trains.data))
     plan, replan, matmuls = _plans(start, fit, facts, trains.data, backend)
     _refuse_unknown_metrics(fit.options, plan)
+    _refuse_untrained_tokens(start.source, plan)
     run, given = _ready(start, fit, trains, samples, backend, plan, replan), minimal(fit.options)
     for notice in without_effect(run, given):
         log.notice(notice)
@@ -100,6 +103,9 @@ def _start(options: Options, log: RunLog, ranks: Ranks, stops_early: bool) -> St
     seed = options.to_flat()["seed"]
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)
+    file = options.to_flat()["add_tokens"]
+    tokens = read_tokens(Path(file)) if file is not None else earlier.state.get("added_tokens", ())
+    source = grown(source, tokens, log.notice)
     # A resumed run needs no files but for frozen rows.
     values = (lambda rows: open_parameters(source, seed)(rows)) if earlier.path else open_parameters(source, seed)
     return Start(options, log, ranks, where, earlier, source, values, seed, dry, stops_early)
@@ -179,6 +185,16 @@ def _refuse_unknown_metrics(options: Options, plan: Plan) -> None:
         if flat[name] == "eval_accuracy" and not hasattr(plan.cells.evaluated, "hits"):
             option = f"--{name.replace('_', '-')} eval_accuracy"
             raise UsageError(f"{option}: --loss {flat['loss']} has no accuracy: use eval_loss")
+
+
+def _refuse_untrained_tokens(source: ModelSource, plan: Plan) -> None:
+    """UsageError where the rows of added tokens would stay what they begin as."""
+    if source.new_rows and any(row.name == EMBED_ROW and not row.trainable for row in plan.rows):
+        names = "embed_tokens" if source.config.tie_embeddings else "embed_tokens,lm_head"
+        raise UsageError(
+            f"--add-tokens: the embedding is frozen, and with it the rows of the new tokens: add --train-also {names} "
+            "to LoRA or IA3, name it with --train-only, or train the whole model"
+        )
 
 
 def _fit(start: Start, facts: Facts, data: Data, backend: Backend) -> Fit:

@@ -16,6 +16,7 @@ import numpy as np
 
 from llmq.data.batches.loader import Data
 from llmq.data.stream import Stopped
+from llmq.data.tokens.cache import key_of
 from llmq.disk import shown
 from llmq.engine.engine import Engine
 from llmq.errors import NonFiniteError, RefusedStepError, StorageError
@@ -142,18 +143,20 @@ def state_of(run: Ready, plan: Plan) -> dict[str, Any]:
         "row_layout": data.layout.kind,
         "algorithms": run.backend.algorithms,
         "sites": {"matmul": dtypes.matmul, "wide": list(dtypes.wide)},
+        "added_tokens": list(run.source.new_tokens),
     }
 
 
 def must_match(run: Ready, plan: Plan) -> dict[str, Any]:
     """What a checkpoint has in common with the run that continues it: else it would be another run."""
-    spec = plan.spec
+    spec, new = plan.spec, run.source.new_tokens
     return {
         "seed": spec.seed,
         **run.data.identity(),
         "model": spec.config.identity(),
         "parameters": {row.name: list(row.shape) for row in plan.rows},
         **({"frozen model": run.base} if plan.loaded_anew else {}),
+        **({"added tokens": f"{len(new)} from {new[0]['content']!r} on, {key_of(new)}"} if new else {}),
         **spec.adapters.must_match(),
         **spec.hyper.rule.identity(),
         **spec.precision.identity(),

@@ -65,9 +65,9 @@ RUNS = {  # what the options are walked in
 THIRDS = {"fp8": 0, "rows": 1, "lora": 2}  # of the options in some of them, the one that is no sweep
 # fmt: off
 VALUES = {  # unlike the default, and what the runs above have
-    "model": "again", "revision": "main", "tokenizer": "tokenizer", "train_file": "other.bin", "weight": [2.0],
-    "eval_file": "other.bin", "batch_size": 1, "global_batch_size": 6, "grad_accumulation": 1, "seq_len": 24,
-    "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
+    "model": "again", "revision": "main", "tokenizer": "tokenizer", "add_tokens": "tokens.txt",
+    "train_file": "other.bin", "weight": [2.0], "eval_file": "other.bin", "batch_size": 1, "global_batch_size": 6,
+    "grad_accumulation": 1, "seq_len": 24, "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
     "data_format": "text", "map": ["question=answer"], "prompt_template": "prompt.jinja", "train_on": "all",
     "chat_template": "chat.jinja", "skip_bad_rows": 2, "lora_rank": 3, "lora_alpha": 3.0,
     "lora_dropout": 0.3, "lora_targets": "mlp", "lora_rank_pattern": "mlp=1",
@@ -145,6 +145,7 @@ def folder(tmp_path_factory):
         Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
         Path("prompt.jinja").write_text("Q {{ question }}")
         Path("prompts.txt").write_text("It is\n")
+        Path("tokens.txt").write_text("<new>\n")
         llmq.train(**{**BASE, "lora_rank": 2, "out_dir": "adapter"}, console=io.StringIO())
     return path
 

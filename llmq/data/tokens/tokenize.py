@@ -25,6 +25,7 @@ from llmq.data.chat.encode import Encoder, show
 from llmq.data.chat.encoded import Counts, EncodeOptions, notes
 from llmq.data.rows.find_sources import Request, find_files, find_set
 from llmq.data.rows.row_files import BadRows, Record
+from llmq.data.tokens.added_tokens import read_tokens, with_tokens
 from llmq.data.tokens.cache import MANIFEST, PART_TOKENS, FinishedPart, Manifest, StreamProgress, locked
 from llmq.data.tokens.pipeline import TokenSpan, Work, Workers, tokenized, workers_for
 from llmq.data.tokens.text import Texts
@@ -60,6 +61,7 @@ def tokenize_data(
     revision: str | None = None,
     eval_fraction: float | None = None,
     eos_token: str | None = None,
+    add_tokens: str | Path | None = None,
     out_dir: str | Path | None = None,
     encode: EncodeOptions | None = None,
     skip_bad_rows: int = 0,
@@ -87,6 +89,8 @@ def tokenize_data(
     if found.evaluation is None and not found.eval_tokens:
         _refuse_stale(folder, {"eval.bin"})
     opened = TextTokenizer.open(tokenizer, revision, eos_token)
+    if add_tokens is not None:
+        opened = with_tokens(opened, read_tokens(Path(add_tokens)), say)
     if warning := rebuilt_warning(opened.folder, opened=opened):
         say(f"note: {warning}")
     request = Request(found, opened, found.known(encode or EncodeOptions()), skip_bad_rows)

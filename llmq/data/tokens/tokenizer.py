@@ -276,19 +276,23 @@ def tokenizer_hash(folder: Path) -> str:
 
 
 def same_ids(one: Path, other: Path) -> bool:
-    """Whether the tokenizer.json of two folders give the same ids: their parts that decide on ids are equal.
+    """Whether the tokenizer.json of two folders give the same ids: their parts that decide on ids are equal, but for
+    tokens that were added to the `other`.
 
     The same tokenizer saved by another version of a library has another hash: keys in another order, merges as pairs.
     """
 
-    def deciding(folder: Path) -> Any:
+    def deciding(folder: Path) -> tuple[Any, list[Any]]:
         content = read_json(folder / "tokenizer.json")
         model = dict(content.get("model") or {})
         if "merges" in model:
             model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-        return model, [content.get(name) for name in ("added_tokens", "normalizer", "pre_tokenizer")]
+        return (model, content.get("normalizer"), content.get("pre_tokenizer")), content.get("added_tokens") or []
 
-    return (one / "tokenizer.json").is_file() and deciding(one) == deciding(other)
+    if not (one / "tokenizer.json").is_file():
+        return False
+    (parts, added), (others, more) = deciding(one), deciding(other)
+    return parts == others and added == more[: len(added)]
 
 
 def copied_files(folder: Path) -> list[Path]:
