@@ -68,6 +68,7 @@ class OpRecord:
     family: str  # that bench's ladder counts its time in
     shares: Mapping[str, str] = field(default_factory=dict)  # output -> input whose memory it may take at its last read
     forms: Set[str] = frozenset()  # outputs that it writes in quantized and column-sum forms in the same pass
+    sums: bool = True  # whether column sums are among these forms
     rows: Set[str] = frozenset()  # outputs whose fp8 rows it can write in the same pass, but nothing else
     held: Set[str] = frozenset()  # outputs that it writes in whatever form they are held in
     cast_from: Mapping[str, str] = field(default_factory=dict)  # output -> what else has its value: forms come from it
@@ -91,7 +92,7 @@ class OpRecord:
             return True
         if self.gathers:
             return form.is_sharded
-        if form.is_measured or form.owns_scales:
+        if form.is_measured or form.owns_scales or (form.layout == "colsum" and not self.sums):
             return False
         is_row = form.layout == "row" and form.has_cell
         return output in self.forms or (is_row and output in self.rows)

@@ -473,10 +473,6 @@ def test_adamw_of_extreme_numbers(dtype):
     check(case, dtype)
 
 
-WITH_COLUMN_SUMS = (
-    *("swiglu_backward", "swiglu_forward", "activation_backward", "activation_forward"),
-    *("rope_backward", "qk_norm_backward", "cast"),
-)
 ROW_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).rows) if "low_rank" not in op]  # in bf16 alone
 FORM_OPS = [(op, name) for op in OPS for name in sorted(seam.record(op).forms)]
 
@@ -549,7 +545,7 @@ def test_every_form_of_heads(op, hd, dtypes, rows):
 def all_forms(op: str, dtype: str, quantized: str) -> list[Form]:
     """Every copy that an op may write beside its value."""
     copies = [Form(quantized, "row", "delayed"), Form(quantized, "col", "delayed")]
-    return [*copies, *([COLSUM] if op in WITH_COLUMN_SUMS else []), *([Form("bf16")] if dtype == "fp32" else [])]
+    return [*copies, *([COLSUM] if seam.record(op).sums else []), *([Form("bf16")] if dtype == "fp32" else [])]
 
 
 def check_forms(op: str, name: str, dtype: str, sizes: Sizes, copies: list[Form], scale: float = 1.3 * 2.0**-9) -> None:

@@ -7,7 +7,7 @@ from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise
 
 
-@op(family="norms", forms={"x"}, temporaries=elementwise("x", 2, "res"))
+@op(family="norms", forms={"x"}, sums=False, temporaries=elementwise("x", 2, "res"))
 def layernorm_forward(
     x: Output, mean: Output, rstd: Output, /, res: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float
 ) -> None:
@@ -25,7 +25,13 @@ def layernorm_forward(
     rstd.write(s)
 
 
-@op(family="norms", shares={"d_out": "d_res"}, forms={"d_out"}, temporaries=elementwise("d_out", 3, "d_x", held=1))
+@op(
+    family="norms",
+    shares={"d_out": "d_res"},
+    forms={"d_out"},
+    sums=False,
+    temporaries=elementwise("d_out", 3, "d_x", held=1),
+)
 def layernorm_backward(
     d_out: Output,
     d_weight: Output,

@@ -75,7 +75,7 @@ def _temporaries(a: Temporaries) -> int:
 
 def rule(held: set[str]) -> Callable[[Function], Function]:
     """`op` of an optimizer's rule."""
-    made: dict[str, Any] = {"forms": {"weight"}, "cast_from": {"weight": "new_master"}, "held": held}
+    made: dict[str, Any] = {"forms": {"weight"}, "sums": False, "cast_from": {"weight": "new_master"}, "held": held}
     return op(family="optimizer", for_each_row=True, temporaries=_temporaries, **made)
 
 

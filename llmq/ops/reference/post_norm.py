@@ -8,7 +8,13 @@ from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise
 
 
-@op(family="norms", shares={"out": "residual"}, forms={"out"}, temporaries=elementwise("out", 1, "x", "residual"))
+@op(
+    family="norms",
+    shares={"out": "residual"},
+    forms={"out"},
+    sums=False,
+    temporaries=elementwise("out", 1, "x", "residual"),
+)
 def post_norm_forward(
     out: Output, rstd: Output, /, x: Tensor, weight: Tensor, residual: Tensor, *, eps: float, offset: float = 0.0
 ) -> None:

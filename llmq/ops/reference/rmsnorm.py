@@ -10,7 +10,7 @@ from llmq.ops.seam import op
 from llmq.ops.temporaries import elementwise
 
 
-@op(family="norms", forms={"x"}, temporaries=elementwise("x", 2, "res"))
+@op(family="norms", forms={"x"}, sums=False, temporaries=elementwise("x", 2, "res"))
 def rmsnorm_forward(
     x: Output, rstd: Output, /, res: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0
 ) -> None:
@@ -21,7 +21,13 @@ def rmsnorm_forward(
     rstd.write(s)
 
 
-@op(family="norms", shares={"d_out": "d_res"}, forms={"d_out"}, temporaries=elementwise("d_out", 4, "d_x", held=3))
+@op(
+    family="norms",
+    shares={"d_out": "d_res"},
+    forms={"d_out"},
+    sums=False,
+    temporaries=elementwise("d_out", 4, "d_x", held=3),
+)
 def rmsnorm_backward(
     d_out: Output,
     d_weight: Output,

@@ -30,8 +30,12 @@ def made(op, outputs, source, phase="forward", **numbers):
 
 
 def test_what_producers_write_themselves_is_left_to_them():
-    calls = [norm(None, COL, ROW, COLSUM), formed("swiglu_forward", (X,), (RES,)), norm()]
+    calls = [norm(None, COL, ROW), formed("swiglu_forward", (wanting(X, COL, ROW, COLSUM),), (RES,)), norm()]
     assert casts(calls) == calls
+
+
+def test_column_sums_of_what_a_norm_writes_are_made_of_its_value():
+    assert casts([norm(COL, ROW, COLSUM)]) == [norm(None, COL, ROW), made("cast", (wanting(X, COLSUM),), X)]
 
 
 def test_a_producer_that_writes_no_fp8_writes_the_value_of_which_copies_are_cast():
