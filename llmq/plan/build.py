@@ -136,7 +136,7 @@ def _embed(spec: Spec, around: Callable[[Embed], Embed]) -> Embed:
     if config.family.wiring.names.positions and spec.seq_len > config.max_position:
         raise UsageError(
             f"rows of {spec.seq_len:,} tokens have more positions than the model's {config.max_position:,}, which are "
-            "learned: use a smaller --seq-len"
+            "learned: use a smaller --seq-len, or write fewer tokens"
         )
     return config.family.embed(config, spec.precision.model, around)
 
