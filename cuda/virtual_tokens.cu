@@ -1,13 +1,13 @@
-// Virtual tokens: the last CHANNELS of each token at position p < VIRTUAL of its document are row p of a trained matrix; and
-// the gradient of that matrix, whose row p is the sum over documents.
+// Virtual tokens: the last CHANNELS of each token at position START + p, p < VIRTUAL, of its document are row p of a trained
+// matrix; and the gradient of that matrix, whose row p is the sum over documents. Positions may be ids of tokens instead.
 //
 // A warp owns a token: with a matrix it copies row p of that, without one zeros; out may be the memory of x, and then nothing
 // else is moved. For the sums a block owns a row and 128 * N of its channels. It lists the tokens at its position among
 // SPAN at a time, in order, and then adds them, so that the order of a sum is that of the tokens. Not measured yet.
 //
 // Architectures: 80 86 89 90 100 120
-// Constants: T (dtype of activations), G (dtype of the gradient), W (channels of a token), CHANNELS, VIRTUAL, N (numbers per
-// access), IN_PLACE
+// Constants: T (dtype of activations), G (dtype of the gradient), W (channels of a token), CHANNELS, VIRTUAL, START, N (numbers
+// per access), IN_PLACE
 
 #include "common.cuh"
 #include "constants"
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     virtual_tokens(T* out, const T* x, const T* matrix, const int* positions, int tokens) {
     int token = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (token >= tokens) return;
-    int position = positions[token];
-    bool is_virtual = position < VIRTUAL;
+    int position = positions[token] - START;
+    bool is_virtual = static_cast<u32>(position) < VIRTUAL;
     if (IN_PLACE && !is_virtual) return;
     out += static_cast<i64>(token) * W;
     x += static_cast<i64>(token) * W;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u32 marks = 0;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            bool is_here = first + i < tokens && positions[first + i] == row;
+            bool is_here = first + i < tokens && positions[first + i] == START + row;
             marks |= static_cast<u32>(is_here) << i;
             mine += is_here;
         }

@@ -110,6 +110,10 @@ class AdaLora(Lora):
         budget = Budget(**{field: getattr(about, name) for field, name in PEFTS.items()}, spent=True)
         return cls(rank, alpha, tuple(targets), dropout, bias, also=found.also, schedule=budget), found.problems
 
+    def with_new_rows(self, new: range) -> AdaLora:
+        """The same, which trains none."""
+        return self
+
     def without_drops(self, site: str, at: SiteFacts) -> AdaLoraAdapter:
         """The triplets of a site, of whose orthogonality each norm counts as the mean of all."""
         weight = self.schedule.orth_reg / (2 * len(self.targets))

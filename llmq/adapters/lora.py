@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import PlainValidator
 
+from llmq.adapters.added_tokens import KEY, TABLES, new_tokens_config, read_new_tokens
 from llmq.adapters.method import Change, Method, ReadTensor, SiteFacts
 from llmq.adapters.peft_format import (
     PREFIX,
@@ -38,7 +39,7 @@ from llmq.errors import UsageError
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored, norms_of
 from llmq.model.config import ModelConfig
-from llmq.model.parameters import parameter_rows
+from llmq.model.parameters import EMBED_ROW, HEAD_ROW, parameter_rows
 from llmq.options.adapters import AdapterOptions
 from llmq.row import Part, Row
 from llmq.sites.adapted import AdaptedLinear
@@ -67,6 +68,7 @@ Numbers = Annotated[Any, PlainValidator(_numbers)]
 class LoraKeys(PeftConfig):
     """What is read of PEFT's LoraConfig."""
 
+    trainable_token_indices: Any = None
     r: Rank = 8
     lora_alpha: float = 8
     use_rslora: Any = None
@@ -111,7 +113,9 @@ class Lora(Method):
     def of_peft(cls, about: Any, tensors: dict[str, Stored], config: ModelConfig) -> tuple[Lora, list[str]]:
         """What a LoraConfig and its tensors say, and what is wrong with them."""
         a, b = "lora_A.weight", "lora_B.weight"
+        new, tensors, wrong = read_new_tokens(about.trainable_token_indices, tensors, config)
         found = read_modules(about, tensors, config, (a, b, MAGNITUDE), f"{a} and lora_B.weight")
+        found.problems.extend(wrong)
         rank, rslora, dora = about.r, bool(about.use_rslora), bool(about.use_dora)
         alpha, targets = about.lora_alpha, list[Target]()
         for module, own in found.tensors.items():
@@ -134,9 +138,19 @@ class Lora(Method):
         init = said if said in ("gaussian", *TAKEN_OUT) else "kaiming"
         if init in TAKEN_OUT and config.tie_embeddings and has_head:
             found.problems.append(f"init_lora_weights {init} changes lm_head, which is the embedding too")
+        if new and (has_head or found.also & {*TABLES}):
+            found.problems.append(f"{KEY} are beside an adapter of lm_head, or of what modules_to_save trains in full")
         dropout, bias = about.lora_dropout or 0.0, str(about.bias or "none")
-        read = cls(rank, alpha, tuple(targets), dropout, bias, rslora, init, dora, also=found.also)
+        read = cls(rank, alpha, tuple(targets), dropout, bias, rslora, init, dora, also=found.also, new_rows=new)
         return read, found.problems
+
+    def with_new_rows(self, new: range) -> Lora:
+        """The same, unless the whole embedding is trained. UsageError where the head has adapters, too."""
+        if EMBED_ROW in self.also or self.new_rows:
+            return self
+        if HEAD_ROW in self.also or any(target.module.name == LM_HEAD for target in self.targets):
+            raise UsageError(f"--add-tokens trains rows of {LM_HEAD}, which is adapted or trained: leave {LM_HEAD} out")
+        return replace(self, new_rows=new)
 
     @property
     def added_weights(self) -> float:  # type: ignore[override]
@@ -206,7 +220,8 @@ class Lora(Method):
         """Ranks, maps, biases and modules in full."""
         biases = "" if self.bias == "none" else " with biases"
         full = f", beside {len(self.also)} parameters in full" if self.also else ""
-        return f"{self.kind} of {self.rank_words} on {len(self.targets)} linear maps{biases}{full}"
+        new = f", and rows of {len(self.new_rows)} new tokens" if self.new_rows else ""
+        return f"{self.kind} of {self.rank_words} on {len(self.targets)} linear maps{biases}{full}{new}"
 
     @property
     def kind(self) -> str:
@@ -245,6 +260,7 @@ class Lora(Method):
             "init_lora_weights": True if self.init == "kaiming" else self.init,
             "fan_in_fan_out": any(target.module.transposed for target in self.targets),
             **in_full_config(self.also, config),
+            **new_tokens_config(self.new_rows, config),
         }
 
     def first_values(self, config: ModelConfig, model: Values) -> Values:

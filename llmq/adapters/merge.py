@@ -1,5 +1,6 @@
 """Adapters merged into the model that they change: W + sum of weight s B A, in f32, a parameter at a time."""
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.adapters.added_tokens import DELTA, TABLES, grown_for
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.resolve import MERGED, StoredAdapter, held_for, merged_record, open_adapter
 from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD
@@ -62,6 +64,8 @@ def merge(
     `model_dtype`. A tied head that has an adapter becomes a matrix of its own. Biases and modules trained in full
     replace the model's, in the measure of their adapter's weight.
     """
+    for folder in adapters:
+        source = grown_for(source, folder)
     opened = [open_adapter(folder, source.config) for folder in adapters]
     notes = [text for one in opened if (text := one.check_base(source, 0)) is not None]
     held = held_for([one.trained_on for one in opened], base_dtype, model_dtype)
@@ -124,6 +128,9 @@ def _changed(row: Row, value: np.ndarray, changes: Sequence[Addition]) -> np.nda
                 pieces = tensor_files.chunks(here.shape) if here.ndim > 1 else [(0, len(here))]
                 for start, stop in pieces:
                     here[start:stop] += weight * change(start, stop)
+            if (new := one.adapters.new_rows) and row.name in TABLES:
+                at = slice(new.start, new.stop)
+                here[at] += weight * (one.read(f"{part.name.removesuffix('.weight')}.{DELTA}") - pure[at])
             own.put(value, here)
     return value
 
@@ -142,7 +149,7 @@ class MergedExport(Export):
         found: dict[str, list[Row]] = {}
         for row in self.held:
             if row.file == FILE:
-                found.setdefault(row.name.partition(".lora_")[0].partition(".ia3")[0], []).append(row)
+                found.setdefault(re.split(r"\.(?:lora_|ia3|added)", row.name)[0], []).append(row)
         return found
 
     @cached_property
@@ -164,7 +171,7 @@ class MergedExport(Export):
         held = self._by_name.get(row.name) or self._by_name[EMBED_ROW]  # a head that was tied
         value = read(held).astype(np.float32)
         tensors: dict[str, np.ndarray] = {}
-        for each in self._of_site.get(row.site or "", ()):
+        for each in self._of_site.get(row.site or row.name.removesuffix(".weight"), ()):
             whole = read(each).reshape(each.part_axes)
             tensors |= {part.name: part.take(whole).astype(np.float32) for part in each.parts}
         return value, tensors

@@ -14,17 +14,21 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from llmq.adapters.added_tokens import added_rows
 from llmq.adapters.peft_format import About, AdapterFile, PeftConfig, stored_rows
 from llmq.adapters.targets import FILE, Target
+from llmq.blocks.added_tokens import AddedEmbed, AddedOutputs
 from llmq.blocks.attention import Rotary
 from llmq.blocks.embed import Embed
 from llmq.files.source import Values
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
+from llmq.model.parameters import HEAD
 from llmq.ops.record import Recorder
 from llmq.options.adapters import AdapterOptions
 from llmq.protocols import Site
 from llmq.row import Row
+from llmq.sites.adapted import AdaptedLinear
 from llmq.sites.linear import Linear
 from llmq.stores.replicated import StatePiece
 from llmq.stores.sharding import Shards
@@ -95,10 +99,11 @@ class Tracked:
 @dataclass(frozen=True)
 class Method:
     """A frozen model whose layers' maps are held in `base` (None: in the model's dtype), but for the rows named in
-    `also`, which are trained in full."""
+    `also`, which are trained in full, and `new_rows` of its embedding and head."""
 
     base: str | None = field(default=None, kw_only=True)
     also: frozenset[str] = field(default=frozenset(), kw_only=True)
+    new_rows: range = field(default=range(0), kw_only=True)  # of embedding and head, which are trained: added tokens
 
     targets = NO_TARGETS  # the maps that it adapts
     freezes = True  # whether the model is frozen
@@ -130,6 +135,10 @@ class Method:
         """The values of a model's rows, less what it begins with where that is taken out of them."""
         return model
 
+    def with_new_rows(self, new: range) -> Method:
+        """The same with these rows of the model trained, if it can train rows: else they stay frozen."""
+        return self
+
     # what computes
 
     @cached_property
@@ -142,11 +151,17 @@ class Method:
 
     def site(self, base: Linear, at: SiteFacts) -> Site:
         """The linear map `base`, with what the method puts around it where it is adapted."""
-        return self.around(base, at) if base.name in self.by_site else base
+        found = self.around(base, at) if base.name in self.by_site else base
+        columns = (self.new_rows.start, len(self.new_rows))
+        return AdaptedLinear(base, AddedOutputs(columns)) if base.name == HEAD and self.new_rows else found
 
     def around(self, base: Linear, at: SiteFacts) -> Site:
         """A linear map that has targets, with what the method puts around it."""
         raise NotImplementedError
+
+    def table(self, config: ModelConfig) -> Embed:
+        """What reads the embedding's rows of tokens."""
+        return AddedEmbed(config.hidden_size, self.new_rows) if self.new_rows else Embed()
 
     def embed(self, base: Embed, config: ModelConfig) -> Embed:
         """The embedding, with what the method puts around it."""
@@ -172,7 +187,7 @@ class Method:
 
     def with_own(self, rows: Sequence[Row], config: ModelConfig) -> Sequence[Row]:
         """The rows of a model, with those of the method that no site has."""
-        return rows
+        return [one for row in rows for one in (row, *added_rows(row, self.new_rows))]
 
     def trains(self, row: Row) -> bool:
         """Whether a row is trained."""
@@ -200,6 +215,7 @@ class Method:
         """What makes the run compute what it computes."""
         ranks = {target.module.name: [target.rank, target.alpha] for target in self.targets}
         also: dict[str, Any] = {"also": sorted(self.also)} if self.also else {}
+        also |= {"new rows": [self.new_rows.start, self.new_rows.stop]} if self.new_rows else {}
         return {"dropout": 0.0, "bias": "none", "rslora": False, "base": self.base, **also, "targets": ranks}
 
     def words(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from llmq.adapters.adalora import AdaLora
+from llmq.adapters.added_tokens import apart
 from llmq.adapters.ia3 import Gains
 from llmq.adapters.lora import Lora
 from llmq.adapters.method import NO_ADAPTERS, Method
@@ -49,18 +50,23 @@ METHODS: Table[type[Method]] = table(
 NAMES_AND_SIZES = re.compile(r"(?<=^missing: )\S+|^(?!missing: )\S+|\S*\.\S+|\d+")  # in what is wrong with a tensor
 # Fields of PEFT's LoraConfig that change what is computed, and that llmq does not have.
 UNKNOWN = (
-    *("layer_replication", "lora_bias", "trainable_token_indices"),
+    *("layer_replication", "lora_bias"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "use_bdlora", "kasa_config", "monteclora_config"),
 )
 BASE, MERGED = "llmq_base.json", "llmq_merged.json"
 DTYPES = ("fp32", "bf16")  # that a run computes in
 
 
-def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0) -> Method:
-    """What the options ask for on a model. UsageError, DataError.
+def resolve(options: AdapterOptions, config: ModelConfig, steps: int = 0, new_rows: range = range(0)) -> Method:
+    """What the options ask for on a model, of which `new_rows` are of added tokens. UsageError, DataError.
 
     `steps` are those of the run, which the schedule of AdaLoRA ends with; 0 where they are not known.
     """
+    found = _asked(options, config, steps)
+    return found.with_new_rows(new_rows) if new_rows else found
+
+
+def _asked(options: AdapterOptions, config: ModelConfig, steps: int) -> Method:
     if options.adapter is not None:
         return _stored(options, Path(options.adapter), config)
     if options.adapter_method is not None:
@@ -91,6 +97,7 @@ def merges(options: AdapterOptions) -> bool:
 def first_values(options: AdapterOptions, adapters: Method, config: ModelConfig, model: Values) -> Values:
     """The values of all rows before the first step: the model's, and those of --adapter, or of new adapters.
     DataError."""
+    model = apart(adapters.new_rows, config, model)
     if options.adapter is not None:
         return open_adapter(Path(options.adapter), config).values(model)
     return adapters.first_values(config, model)
@@ -227,8 +234,9 @@ class StoredAdapter:
         for name, stored in self.copies.items():
             row, part = of_part.get(name, of_part[embed])  # a head that is tied
             ((_, value),) = open_parameters(source, seed)([row])
-            theirs = read_tensor(stored)
-            if not np.array_equal(part.take(value).astype(theirs.dtype), theirs):
+            theirs, new = read_tensor(stored), self.adapters.new_rows
+            known = np.delete(theirs, new, axis=0)  # PEFT stores all of a matrix that was resized
+            if not np.array_equal(np.delete(part.take(value), new, axis=0).astype(theirs.dtype), known):
                 raise DataError(
                     f"{self.folder} has another {name} than {source.place}, and does not name it in modules_to_save: "
                     "give the model with that matrix, or save the adapter with it among modules_to_save"
@@ -249,7 +257,8 @@ class StoredAdapter:
     def values(self, otherwise: Values, held: HeldBase = AS_IT_IS) -> Values:
         """The values of rows: those of the adapter, and `otherwise` those that it does not have, less what it began
         with where that was taken out of the model, as a run reads them that holds them so."""
-        base = as_held(held, self.adapters.rest(self.config, otherwise))
+        known = apart(self.adapters.new_rows, self.config, otherwise)
+        base = as_held(held, self.adapters.rest(self.config, known))
 
         def found(rows: Sequence[Row]) -> Iterator[tuple[Row, np.ndarray]]:
             for row in rows:
@@ -276,7 +285,8 @@ def open_adapter(folder: Path, config: ModelConfig) -> StoredAdapter:
         raise DataError(f"{folder} has no {ADAPTER_WEIGHTS}: give a folder with an adapter in PEFT's format")
     method, about = _config_of(folder)
     stored = tensors_of(folder / ADAPTER_WEIGHTS)
-    tensors = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in stored.items()}
+    owned = {name.removeprefix(PREFIX).replace(".token_adapter.base_layer.", "."): stored[name] for name in stored}
+    tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in owned.items()}
     copies = {name: tensors.pop(name) for name in base_copies(about, tensors, config)}
     adapters, problems = method.of_peft(about, tensors, config)
     wrong = ((name, tensor.dtype) for name, tensor in tensors.items() if tensor.dtype not in FILE_DTYPES)

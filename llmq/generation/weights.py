@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmq.adapters.added_tokens import grown_for
 from llmq.adapters.method import NO_ADAPTERS, Method
 from llmq.adapters.resolve import StoredAdapter, as_held, held_for, open_adapter
 from llmq.files.source import ModelSource, Values, find_source, open_parameters
@@ -36,6 +37,7 @@ class ModelWeights:
         """What a folder or name stands for, without reading it yet. UsageError, DataError."""
         found: list[str] = []
         source = find_source(model, revision=revision, from_scratch=from_scratch, say=found.append)
+        source = grown_for(source, adapter)
         stored = None if adapter is None else open_adapter(Path(adapter), source.config)
         held = held_for([stored.trained_on if stored else None], base_dtype, None)
         other = stored.check_base(source, seed) if stored else None

@@ -245,9 +245,9 @@ class Family:
         factor = config.scales.residual_multiplier
         return Added() if factor == 1 else Scaled(factor)
 
-    def embed(self, config: ModelConfig, dtype: str, around: Callable[[Embed], Embed]) -> Embed:
-        """The embedding of a model in `dtype`, with what a run puts `around` that of its tokens."""
-        c, factor, embed = config.hidden_size, config.scales.embedding_multiplier, Embed()
+    def embed(self, config: ModelConfig, dtype: str, embed: Embed, around: Callable[[Embed], Embed]) -> Embed:
+        """The embedding of a model in `dtype` by that of its tokens, `embed`, with what a run puts `around` it."""
+        c, factor = config.hidden_size, config.scales.embedding_multiplier
         if self.wiring.scaled:  # by a number of the model's dtype, as in transformers
             embed = ScaledEmbed(embed, c, float(np.asarray(c**0.5, DTYPES[dtype])))
         embed = around(embed)

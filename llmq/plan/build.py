@@ -138,7 +138,7 @@ def _embed(spec: Spec, around: Callable[[Embed], Embed]) -> Embed:
             f"rows of {spec.seq_len:,} tokens have more positions than the model's {config.max_position:,}, which are "
             "learned: use a smaller --seq-len, or write fewer tokens"
         )
-    return config.family.embed(config, spec.precision.model, around)
+    return config.family.embed(config, spec.precision.model, spec.adapters.table(config), around)
 
 
 def _around(spec: Spec) -> Callable[[Embed], Embed]:

@@ -15,6 +15,8 @@ from llmq.row import Row
 from llmq.stores.sharding import part_of
 from llmq.tensor import IN_MASTER, OWN, Ref
 
+TIED = ("weight", "added")  # rows of the embedding that a tied head reads
+
 
 class Bundle:
     """A tree of Refs by dotted name; an absent leaf (the bias of a site without one) is None."""
@@ -42,7 +44,8 @@ def bundle_tree(refs: Mapping[str, Ref | None]) -> Bundle:
 def part_bundle(refs: Mapping[str, Ref | None], part: str | int) -> Bundle:
     """The tensors of a part of the model, `embed`, a layer by its number, or `head`, of `refs` by row name; a tied
     head, which has no row of its own, is the embedding."""
-    found = bundle_tree({"head.weight": refs["embed.weight"], **refs} if "embed.weight" in refs else refs)
+    tied = {f"head.{name}": refs[f"embed.{name}"] for name in TIED if f"embed.{name}" in refs}
+    found = bundle_tree({**tied, **refs})
     for name in ("layers", str(part)) if isinstance(part, int) else (part,):
         found = found._children.get(name) or Bundle()
     return found
@@ -54,7 +57,7 @@ def names_by_part(rows: Iterable[Row]) -> dict[str | int, list[str]]:
     for row in rows:
         found[part_of(row)].append(row.name)
     if "head.weight" not in found["head"]:
-        found["head"].append("embed.weight")
+        found["head"] += [name for name in found["embed"] if name in {f"embed.{one}" for one in TIED}]
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmq.adapters import resolve as adapters
+from llmq.adapters.added_tokens import ADDED_ROW, grown_for
 from llmq.backends import Backend
 from llmq.backends.opening import begin_opening, open_backend
 from llmq.blocks.packed import Packing
@@ -64,7 +65,9 @@ def prepare(options: Options, log: RunLog, ranks: Ranks, *, stops_early: bool) -
     where, packs = start.device, device.packing_problem(start.device, dtypes.model) is None
     completions = None if samples is None else samples.completions(packed=packs)
     packing, steps = Packing(*trains.data.limits) if trains.data.limits else None, trains.schedule.steps
-    facts = Facts(trains.config, where, start.seed, packing, completions, ranks.rank, ranks.size, steps)
+    facts = Facts(
+        trains.config, where, start.seed, packing, completions, ranks.rank, ranks.size, steps, start.source.new_rows
+    )
     if not memory.is_to_fit(options.memory):
         facts.spec(options, dtypes)  # may be refused, which is better known before what an earlier run left
     start.earlier.refuse_to_mix(options)
@@ -105,7 +108,7 @@ def _start(options: Options, log: RunLog, ranks: Ranks, stops_early: bool) -> St
     source = open_source(options.model, log.notice, num_ids, plan_only=dry)
     file = options.to_flat()["add_tokens"]
     tokens = read_tokens(Path(file)) if file is not None else earlier.state.get("added_tokens", ())
-    source = grown(source, tokens, log.notice)
+    source = grown(grown_for(source, options.to_flat()["adapter"]), tokens, log.notice)
     # A resumed run needs no files but for frozen rows.
     values = (lambda rows: open_parameters(source, seed)(rows)) if earlier.path else open_parameters(source, seed)
     return Start(options, log, ranks, where, earlier, source, values, seed, dry, stops_early)
@@ -189,11 +192,12 @@ def _refuse_unknown_metrics(options: Options, plan: Plan) -> None:
 
 def _refuse_untrained_tokens(source: ModelSource, plan: Plan) -> None:
     """UsageError where the rows of added tokens would stay what they begin as."""
-    if source.new_rows and any(row.name == EMBED_ROW and not row.trainable for row in plan.rows):
+    trained = {row.name for row in plan.rows if row.trainable}
+    if source.new_rows and not trained & {EMBED_ROW, ADDED_ROW}:
         names = "embed_tokens" if source.config.tie_embeddings else "embed_tokens,lm_head"
         raise UsageError(
-            f"--add-tokens: the embedding is frozen, and with it the rows of the new tokens: add --train-also {names} "
-            "to LoRA or IA3, name it with --train-only, or train the whole model"
+            "--add-tokens: the embedding is frozen, and with it the rows of the new tokens: use LoRA, which trains "
+            f"these, add --train-also {names} to IA3 or AdaLoRA, name it with --train-only, or train the whole model"
         )
 
 

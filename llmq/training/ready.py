@@ -122,6 +122,7 @@ class Facts:
     rank: int = 0
     size: int = 1
     steps: int = 0  # of the run, with which the schedule of AdaLoRA ends
+    new_rows: range = range(0)  # of the embedding and the head, of added tokens
 
     @property
     def gpu_bytes(self) -> int:
@@ -157,7 +158,7 @@ class Facts:
             precision.watching(options.precision).every > 0,
             levels.resolve(options.sharding, self.rank, self.size),
             self.completions,
-            adapters.resolve(options.adapters, self.config, self.steps),
+            adapters.resolve(options.adapters, self.config, self.steps, self.new_rows),
             regularization(options.regularization),
             reader,
             faults.skips_spikes(options.faults),

@@ -160,11 +160,11 @@ def often(d: Draw, s: Sizes) -> np.ndarray:
 
 
 def virtual_tokens(d: Draw, s: Sizes, outputs: dict[str, Axes], backward: bool) -> Made:
-    """Packed heads, of which keys and values are replaced at the first 3 positions of documents."""
+    """Packed heads, of which keys and values are replaced at 3 positions of documents from the second on."""
     positions = document_positions(borders(d.rng, s.b, s.t, 4), s.t)
     x, width = d.normal("btq"), 2 * s.hkv * s.hd
     inputs = {"d_out": x} if backward else {"x": x, "virtual": d.normal((3, width))}
-    numbers = {"num_virtual": 3, "channels": width}
+    numbers = {"num_virtual": 3, "channels": width, "start": 1}
     return {"outputs": outputs, "inputs": {**inputs, "positions": positions}, "numbers": numbers}
 
 

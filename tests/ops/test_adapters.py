@@ -139,6 +139,22 @@ def test_the_last_channels_of_first_tokens_are_replaced():
     np.testing.assert_array_equal(forward(x, virtual), expected)
 
 
+def test_positions_may_be_ids_of_tokens():
+    x, virtual, d_out = drawn_virtual()
+    about = {"dtype": "fp64", **NUMBERS, "start": 40}
+    ids = np.array([[39, 41, 7, 40, 42], [41, 41, 0, 40, 39]], np.int32)
+    expected, rows = x.copy(), {(0, 1): 1, (0, 3): 0, (1, 0): 1, (1, 1): 1, (1, 3): 0}
+    left, sums = d_out.copy(), np.zeros_like(virtual)
+    for at, row in rows.items():
+        expected[at][1:] = virtual[row]
+        sums[row] += d_out[at][1:]
+        left[at][1:] = 0
+    np.testing.assert_array_equal(run("virtual_tokens_forward", [x.shape], x, virtual, ids, **about)[0], expected)
+    d_x, d_virtual = run("virtual_tokens_backward", [x.shape, virtual.shape], d_out, ids, **about)
+    np.testing.assert_array_equal(d_x, left)
+    np.testing.assert_allclose(d_virtual, sums, rtol=1e-14)
+
+
 def test_gradients_of_virtual_tokens_are_those_of_finite_differences():
     x, virtual, d_out = drawn_virtual()
     d_x, d_virtual = run("virtual_tokens_backward", [x.shape, virtual.shape], d_out, POSITIONS, dtype="fp64", **NUMBERS)

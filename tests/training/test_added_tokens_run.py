@@ -130,7 +130,13 @@ def test_data_of_the_old_tokenizer_stays_valid(made):
 
 
 @pytest.mark.parametrize(
-    "more", [{"lora_rank": 2}, {"ia3": "k_proj"}, {"prompt_tuning": 2, "packing": False}, {"train_only": "*.bias"}]
+    "more",
+    [
+        {"lora_rank": 2, "adalora": True},
+        {"ia3": "k_proj"},
+        {"prompt_tuning": 2, "packing": False},
+        {"train_only": "*.bias"},
+    ],
 )
 def test_a_frozen_embedding_is_refused(made, more):
     made()
@@ -166,6 +172,88 @@ def test_ranks_train_the_same_rows(made, level):
     two = {**about, "name": "two", "batch_size": 2, "grad_accumulation": 1, "zero_level": level}
     run_ranks(2, lambda world: train.run(Options.parse(two), console=io.StringIO(), ranks=Ranks(world)))
     ours, theirs = tensors(alone.model_path), tensors("runs/two/model")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        np.testing.assert_allclose(theirs[name], value, rtol=1e-3, atol=1e-5)
+
+
+DELTA = "base_model.model.{}.token_adapter.trainable_tokens_delta"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"dora": True, "base_dtype": "nf4"},
+        {"lora_init": "pissa", "model_dtype": "bf16"},
+        {"offload_opt_m": True, "offload_residual": True, "grad_accumulation": 2, "lmhead_chunks": 2, "packing": True},
+        {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3", "fp8_scaling": "rowwise"},
+        {"lora_dropout": 0.1, "neftune_alpha": 5.0, "recompute_block": True, "lora_bias": "all"},
+    ],
+    ids=lambda more: "-".join(more) or "plain",
+)
+def test_lora_trains_rows_of_the_tokens_alone(made, tied, more):
+    count = made(tie_embeddings=tied)
+    found = run(lora_rank=2, merge=True, **more)
+    names = [EMBED] if tied else [EMBED, HEAD]
+    stored = load_file(found.model_path / "adapter_model.safetensors")
+    rows = {name: stored[DELTA.format(name.removesuffix(".weight"))] for name in names}
+    about = json.loads((found.model_path / "adapter_config.json").read_text())
+    ids = [count, count + 1, count + 2]
+    assert about["trainable_token_indices"] == {name.split(".")[-2]: ids for name in names}
+    old, merged = tensors("base"), tensors(found.merged_path)
+    for name, new in rows.items():
+        mean = old[name].mean(axis=0, dtype=np.float64)
+        assert (
+            new.shape == (3, mean.size) and (np.abs(new - mean).max(axis=1) > 1e-4)[:2].all()
+        )  # the text has no third
+        bound = 1e-2 if "model_dtype" in more else 0
+        np.testing.assert_allclose(merged[name][:count], old[name], atol=bound)
+        np.testing.assert_allclose(merged[name][count:], new, atol=bound)
+    prompts, about = ["12 It's <think>"], {"max_tokens": 6, "temperature": 0.0}
+    (one,) = llmq.load(str(found.merged_path), seq_len=24).generate(prompts, **about)
+    (other,) = llmq.load("base", adapter=str(found.model_path), seq_len=24).generate(prompts, **about)
+    if "base_dtype" not in more and "model_dtype" not in more:
+        assert one.tokens == other.tokens
+
+
+def test_rows_beside_adapters_resume_and_go_on(made):
+    count = made()
+    whole = run(steps=6, name="whole", lora_rank=2)
+    for again in ("tokens.txt", None):
+        run(steps=3, name=f"part {again}", ckpt_interval=3, lora_rank=2)
+        other = run(steps=6, name=f"part {again}", add_tokens=again, lora_rank=2, **{"continue": "newest"})
+        for name in ("adapter_model.safetensors", "tokenizer.json", "adapter_config.json"):
+            assert (other.model_path / name).read_bytes() == (whole.model_path / name).read_bytes()
+    key = DELTA.format("model.embed_tokens")
+    first = load_file(whole.model_path / "adapter_model.safetensors")[key]
+    for n, again in enumerate(("tokens.txt", None)):
+        more = run(name=f"more {n}", adapter=str(whole.model_path), add_tokens=again, learning_rate=0.0)
+        np.testing.assert_array_equal(load_file(more.model_path / "adapter_model.safetensors")[key], first)
+        assert Tokenizer.from_file(str(more.model_path / "tokenizer.json")).token_to_id(TOKENS[0]) == count
+    Path("tokens.txt").write_text("<a>\n")
+    with pytest.raises(UsageError, match=r"needs rows 322 to 325, and --adapter has 322 to 324: give the file"):
+        run(name="bad", adapter=str(whole.model_path))
+    plain = run(name="plain", lora_rank=2, add_tokens=None)
+    found = run(name="gets", adapter=str(plain.model_path))
+    assert load_file(found.model_path / "adapter_model.safetensors")[key].shape[0] == 1
+    with pytest.raises(UsageError, match="leave lm_head out"):
+        run(name="head", lora_rank=2, lora_targets="q_proj,lm_head")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("more", [{"zero_level": level} for level in range(4)] + [{"fused_update": True}], ids=str)
+def test_ranks_train_rows_beside_adapters(made, more, tied):
+    made(tie_embeddings=tied)
+    about = {"model": "base", "data": "rows.jsonl", "model_dtype": "fp32", "seq_len": 24, "steps": 3, "device": "cpu"}
+    about |= {"learning_rate": 1e-2, "eval_every_n_steps": 0, "eval_fraction": 0, "add_tokens": "tokens.txt"}
+    about |= {"lora_rank": 2, "grad_accumulation": 1, "grad_clip": 0.0}
+    alone = llmq.train(**about, name="alone", batch_size=4, console=io.StringIO())
+    size = 1 if "fused_update" in more else 2
+    two = {**about, "name": "two", "batch_size": 4 // size, **more}
+    run_ranks(size, lambda world: train.run(Options.parse(two), console=io.StringIO(), ranks=Ranks(world)))
+    ours, theirs = (load_file(Path(it) / "adapter_model.safetensors") for it in (alone.model_path, "runs/two/model"))
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         np.testing.assert_allclose(theirs[name], value, rtol=1e-3, atol=1e-5)

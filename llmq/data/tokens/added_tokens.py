@@ -117,10 +117,16 @@ def grown(source: ModelSource, tokens: Sequence[Entry], say: Say) -> ModelSource
         return source
     if (name := source.tokenizer_folder or source.preset_tokenizer) is None:
         raise UsageError(f"--add-tokens: {source.name} has no tokenizer: give a model with one")
-    before = TextTokenizer.open(str(name))
-    after, config = with_tokens(before, tokens, say), source.config
+    before, config = TextTokenizer.open(str(name)), source.config
+    after, stored = with_tokens(before, tokens, say), source.stored_rows or config.vocab_size
     if after is before:
         return source
+    rows = range(min(before.vocab_size, stored), after.vocab_size)
+    if source.new_rows not in (rows, range(0)):
+        raise UsageError(
+            f"--add-tokens needs rows {rows.start} to {rows.stop - 1}, and --adapter has {source.new_rows.start} to "
+            f"{source.new_rows.stop - 1}: give the file of its run, or leave it out"
+        )
     if after.vocab_size > MAX_VOCABULARY:
         raise UsageError(
             f"--add-tokens gives {source.name} {after.vocab_size:,} ids, and it can have {MAX_VOCABULARY:,}"
@@ -133,8 +139,8 @@ def grown(source: ModelSource, tokens: Sequence[Entry], say: Say) -> ModelSource
         tokenizer_folder=after.folder,
         tokenizer_asked=True,
         new_tokens=tokens,
-        new_rows=range(min(before.vocab_size, config.vocab_size), after.vocab_size),
-        stored_rows=config.vocab_size,
+        new_rows=rows,
+        stored_rows=stored,
     )
 
 

@@ -228,11 +228,11 @@ def importance_sums(sums: Output, /, sensitivity: Tensor, uncertainty: Tensor, *
 
 
 def virtual_tokens_forward(
-    out: Output, /, x: Tensor, virtual: Tensor, positions: Tensor, *, num_virtual: int, channels: int
+    out: Output, /, x: Tensor, virtual: Tensor, positions: Tensor, *, num_virtual: int, channels: int, start: int = 0
 ) -> None:
     """out (B,T,W) <- x (B,T,W), virtual (N,D) of the same dtype, positions (B,T) int32."""
     assert gpu.type_of(virtual, x) and virtual.shape == (num_virtual, channels)
-    _replace(out, x, virtual, positions, num_virtual, channels)
+    _replace(out, x, virtual, positions, {"VIRTUAL": num_virtual, "START": start, "CHANNELS": channels})
 
 
 def _refuse_many(call: Arguments, capability: int) -> None:
@@ -241,31 +241,39 @@ def _refuse_many(call: Arguments, capability: int) -> None:
 
 @gpu.asks(refuse=_refuse_many)
 def virtual_tokens_backward(
-    d_x: Output, d_virtual: Output, /, d_out: Tensor, positions: Tensor, *, num_virtual: int, channels: int
+    d_x: Output,
+    d_virtual: Output,
+    /,
+    d_out: Tensor,
+    positions: Tensor,
+    *,
+    num_virtual: int,
+    channels: int,
+    start: int = 0,
 ) -> None:
     """d_x (B,T,W), d_virtual (N,D) <- d_out (B,T,W), positions (B,T) int32."""
+    place: Constants = {"VIRTUAL": num_virtual, "START": start, "CHANNELS": channels}
     if d_virtual.wanted:
-        constants = _virtual_constants(d_out, num_virtual, channels, G=gpu.type_of(d_virtual))
+        constants = _virtual_constants(d_out, channels, {**place, "G": gpu.type_of(d_virtual)})
         number = int(constants["N"])
         arguments = (d_virtual, d_out, positions, np.int32(gpu.rows_of(d_out.shape)), gpu.adds(d_virtual))
         grid = (-(-channels // (VIRTUAL_THREADS * number)), num_virtual)
         gpu.launch("virtual_tokens", "virtual_tokens_sum", grid, VIRTUAL_THREADS, arguments, constants)
-    _replace(d_x, d_out, None, positions, num_virtual, channels)
+    _replace(d_x, d_out, None, positions, place)
 
 
-def _replace(out: Output, x: Tensor, matrix: Tensor | None, positions: Tensor, num_virtual: int, channels: int) -> None:
+def _replace(out: Output, x: Tensor, matrix: Tensor | None, positions: Tensor, place: Constants) -> None:
     """Rows of the matrix, or zeros, in place of virtual tokens."""
     if not out.wanted:
         return
     assert gpu.type_of(out, x)
     rows, is_in_place = gpu.rows_of(x.shape), gpu.plain(out) == gpu.pointer(x)
-    constants = _virtual_constants(x, num_virtual, channels, IN_PLACE=int(is_in_place))
+    constants = _virtual_constants(x, int(place["CHANNELS"]), {**place, "IN_PLACE": int(is_in_place)})
     arguments, blocks = (out, x, matrix, positions, np.int32(rows)), -(-rows * 32 // VIRTUAL_THREADS)
     gpu.launch("virtual_tokens", "virtual_tokens", blocks, VIRTUAL_THREADS, arguments, constants)
 
 
-def _virtual_constants(x: Tensor, num_virtual: int, channels: int, **others: int | str) -> Constants:
+def _virtual_constants(x: Tensor, channels: int, others: Constants) -> Constants:
     kind, width = gpu.type_of(x), x.shape[-1]
     number = gpu.access(math.gcd(width, channels), kind)
-    sizes = {"W": width, "CHANNELS": channels, "VIRTUAL": num_virtual, "N": number}
-    return {"T": kind, "G": "float", "IN_PLACE": 0, **sizes, **others}
+    return {"T": kind, "G": "float", "IN_PLACE": 0, "W": width, "N": number, **others}

@@ -242,29 +242,37 @@ def _others(call: Arguments) -> int:
 
 @op(family="adapters", shares={"out": "x"}, untouched=_others)
 def virtual_tokens_forward(
-    out: Output, /, x: Tensor, virtual: Tensor, positions: Tensor, *, num_virtual: int, channels: int
+    out: Output, /, x: Tensor, virtual: Tensor, positions: Tensor, *, num_virtual: int, channels: int, start: int = 0
 ) -> None:
     """out (B,T,W) <- x (B,T,W), virtual (N,D), positions (B,T) int32.
 
-    out is x, but for the last D channels of a token at position p < N of its document, which are virtual[p]. N is
-    `num_virtual`, D the `channels`, up to W.
+    out is x, but for the last D channels of a token at position `start` + p, p < N, of its document, which are
+    virtual[p]. N is `num_virtual`, D the `channels`, up to W. With ids for positions they are rows of these tokens.
     """
-    found, at = np.array(x.read()), positions.read()
-    there = at < num_virtual
+    found, at = np.array(x.read()), positions.read() - start
+    there = (at >= 0) & (at < num_virtual)
     found[there, found.shape[-1] - channels :] = virtual.read()[at[there]]
     out.write(found)
 
 
 @op(family="adapters", shares={"d_x": "d_out"}, untouched=_others)
 def virtual_tokens_backward(
-    d_x: Output, d_virtual: Output, /, d_out: Tensor, positions: Tensor, *, num_virtual: int, channels: int
+    d_x: Output,
+    d_virtual: Output,
+    /,
+    d_out: Tensor,
+    positions: Tensor,
+    *,
+    num_virtual: int,
+    channels: int,
+    start: int = 0,
 ) -> None:
     """d_x (B,T,W), d_virtual (N,D) <- d_out (B,T,W), positions (B,T) int32.
 
     d_virtual[p] is the sum of d_out over the documents, in their order, and d_x is zero there.
     """
-    found, at = np.array(d_out.read()), positions.read()
-    there, first = at < num_virtual, found.shape[-1] - channels
+    found, at = np.array(d_out.read()), positions.read() - start
+    there, first = (at >= 0) & (at < num_virtual), found.shape[-1] - channels
     sums = np.zeros((num_virtual, channels), found.dtype)
     np.add.at(sums, at[there], found[there, first:])
     d_virtual.write(sums)
