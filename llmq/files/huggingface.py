@@ -22,7 +22,7 @@ from llmq import disk
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import tensor_files
 from llmq.files.tensor_files import Piece, Stored, by_kind, cut, write_files
-from llmq.model.config import DEQUANTIZE, TORCH_NAMES, ModelConfig, read_json, to_hf
+from llmq.model.config import TORCH_NAMES, ModelConfig, dequantize, read_json, to_hf
 from llmq.redact import redacted_in
 from llmq.row import Row
 from llmq.tensor import DTYPES
@@ -69,7 +69,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     wanted = _shapes(rows)
     embedding = next(iter(wanted))
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
-        raise DataError(f"{folder} is quantized (it has {quantized[0]}): {DEQUANTIZE}")
+        raise DataError(f"{folder} is quantized (it has {quantized[0]}): {dequantize(None)}")
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
     tied = HEAD in named and HEAD not in wanted and embedding in named
     extra = [name for name in named if name not in wanted and not (tied and name == HEAD)]

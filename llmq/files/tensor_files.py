@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from llmq.disk import new_file, reading, write_all
 from llmq.errors import DataError
-from llmq.model.config import DEQUANTIZE, TORCH_NAMES, read_json
+from llmq.model.config import TORCH_NAMES, dequantize, read_json
 from llmq.screen import Report, unreported
 from llmq.tensor import DTYPES
 
@@ -302,7 +302,7 @@ def other_weights(names: Iterable[str]) -> str:
     names = sorted(names)
     for pattern, way_out in (
         (r"adapter_model\..*", "it is an adapter: give the model that it belongs to, and the adapter with --adapter"),
-        (r".*\.gguf", f"GGUF files are not read: {DEQUANTIZE}"),
+        (r".*\.gguf", f"GGUF files are not read: {dequantize(None)}"),
         (r"model-.*\.safetensors", f"it has shards without {INDEX}: fetch the index too"),
         (r"consolidated.*\.(safetensors|pth)", "it has weights with the publisher's own names: use its -hf variant"),
         (r".*\.(bin|pt|pth|ckpt|h5|msgpack)", f"pickled weights are not read, for they can run code: {_CONVERT}"),

@@ -89,8 +89,13 @@ ABSENT = "absent"
 
 DEQUANTIZE = (
     "quantized weights cannot be trained: use the unquantized original, or convert the model with transformers "
-    "(from_pretrained, dequantize(), save_pretrained)"
+    "(from_pretrained, dequantize(), save_pretrained). llmq holds that in few bits while adapters train: "
+    "--lora-rank 16 --base-dtype {}"
 )
+IN_FEW_BITS = "nf4, mxfp4, int8 or e4m3"
+# By quant_method: what holds the unquantized original in about as many bits.
+HELD_LIKE = {**dict.fromkeys(("gptq", "awq", "bitnet", "hqq", "aqlm"), "nf4"), "mxfp4": "mxfp4"}
+HELD_LIKE |= dict.fromkeys(("fp8", "fbgemm_fp8", "finegrained_fp8"), "e4m3")
 
 # Keys that change the function a model computes, with the values that leave it alone, and what any other would need.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -108,10 +113,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None, 0), "mixtures of experts are not supported"),
     "num_local_experts": ((None, 0), "mixtures of experts are not supported"),
     "n_routed_experts": ((None, 0), "mixtures of experts are not supported"),
-    "quantization_config": ((None,), DEQUANTIZE),
     "is_causal": ((None, True), "only causal attention is supported"),
     "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
 }
+VISION_TOWER = (
+    ": it is a vision tower alone, which has no language model; give the folder of one, or of both as one model"
+)
 # Keys of a source that are not true of what is trained from it (remote code is not copied, files are elsewhere).
 NOT_EXPORTED = ("_name_or_path", "_commit_hash", "auto_map", "quantization_config", "rope_theta", "rope_scaling")
 
@@ -151,7 +158,9 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
             problems.append(
                 _problem(mapping, [key], f"only {family.wiring.activation} is supported for {architecture}")
             )
-    known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key}
+    quantized = [key for key in ("quantization_config", "compression_config") if mapping.get(key) is not None]
+    problems += [_problem(mapping, [key], dequantize(mapping[key])) for key in quantized]
+    known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key, *quantized}
     for key in (key for key, value in mapping.items() if value is not None and not key.startswith("_")):
         if key not in known:
             message = f"llmq does not know this key of {architecture}: remove it if it changes nothing in the model"
@@ -165,6 +174,13 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
     scales = Scales(**{name: value for name, value in keys if name in Scales.__dataclass_fields__})
     return ModelConfig(architecture, source=dict(mapping), scales=scales, **family.facts, **facts)
+
+
+def dequantize(about: Any) -> str:
+    """What to do about a quantized model, by its `quantization_config`."""
+    keys = about if isinstance(about, Mapping) else {}
+    bits = {8: "int8", 4: "nf4"}.get(8 if keys.get("load_in_8bit") else 4 if keys.get("load_in_4bit") else 0)
+    return DEQUANTIZE.format(bits or HELD_LIKE.get(str(keys.get("quant_method")), IN_FEW_BITS))
 
 
 def _used(mapping: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -209,6 +225,11 @@ def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
     for key in given or ["architectures"]:
         if given.get(key) not in known[key]:
             message = "is not supported" if key in given else "is needed"
+            is_tower = {"patch_size", "image_size"} & mapping.keys() and not {
+                "vocab_size",
+                "text_config",
+            } & mapping.keys()
+            message += VISION_TOWER if is_tower else ""
             problems.append(_problem(mapping, [key], f"{message}; known are {', '.join(known[key])}"))
     if len(set(named)) > 1:
         problems.append(_problem(mapping, ["model_type"], f"contradicts architectures {mapping['architectures']!r}"))

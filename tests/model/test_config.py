@@ -108,6 +108,30 @@ def test_a_bad_or_unsupported_key_is_named_with_its_value(key, value):
     refused({**LLAMA, key: value}, hint, str(value)[:20])
 
 
+@pytest.mark.parametrize(
+    ("about", "base"),
+    [
+        *(({"quant_method": one, "bits": 4}, "nf4") for one in ("gptq", "awq", "bitnet")),
+        *(
+            ({"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}, base)
+            for bits, base in ((4, "nf4"), (8, "int8"))
+        ),
+        ({"quant_method": "fp8"}, "e4m3"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "compressed-tensors"}, "nf4, mxfp4, int8 or e4m3"),
+        ("int4", "nf4, mxfp4, int8 or e4m3"),
+    ],
+)
+def test_quantized_folders_name_the_options_that_train_on_such_a_model(about, base):
+    refused({**LLAMA, "quantization_config": about}, "quantization_config", f"--lora-rank 16 --base-dtype {base}")
+
+
+@pytest.mark.parametrize("kind", ["siglip_vision_model", "pixtral", "qwen2_5_vl"])
+def test_a_vision_tower_alone_is_refused_as_one(kind):
+    tower = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "patch_size": 4}
+    refused(tower, f"model_type ('{kind}'): is not supported: it is a vision tower alone, which has no language model")
+
+
 @pytest.mark.parametrize("kind", ["proportional", "su", "mrope", None, 5, {}])
 def test_other_rope_kinds_are_refused(kind):
     refused({**LLAMA, "rope_scaling": {"rope_type": kind, "factor": 2.0}}, f"rope_type {kind!r}", "llama3")
