@@ -220,7 +220,7 @@ class Lora(Method):
         """Ranks, maps, biases and modules in full."""
         biases = "" if self.bias == "none" else " with biases"
         full = f", beside {len(self.also)} parameters in full" if self.also else ""
-        new = f", and rows of {len(self.new_rows)} new tokens" if self.new_rows else ""
+        new = ", and the rows of new tokens" if self.new_rows else ""
         return f"{self.kind} of {self.rank_words} on {len(self.targets)} linear maps{biases}{full}{new}"
 
     @property

@@ -106,7 +106,7 @@ def with_tokens(opened: TextTokenizer, tokens: Sequence[Entry], say: Say) -> Tex
             f"{opened.folder} takes no more tokens: {new[0]['content']!r} would get the id {ids[0]} and not "
             f"{opened.vocab_size}, which follows the largest one. Number its tokens without gaps"
         )
-    say(f"--add-tokens: {len(ids):,} tokens are new, with the ids {ids[0]} to {ids[-1]}")
+    say(f"--add-tokens: {len(ids):,} new, from the id {ids[0]} on")
     return found
 
 

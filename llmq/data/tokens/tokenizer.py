@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,8 +115,9 @@ class TextTokenizer:
             if (value := getattr(self.encoder, part)) is not None:
                 setattr(encoder, part, value)
         added = self.encoder.get_added_tokens_decoder()
-        for _, token in sorted(added.items()):
-            (encoder.add_special_tokens if token.special else encoder.add_tokens)([token])
+        in_order = [token for _, token in sorted(added.items())]
+        for special, tokens in groupby(in_order, lambda token: token.special):  # each call compiles what finds them all
+            (encoder.add_special_tokens if special else encoder.add_tokens)(list(tokens))
         if encoder.get_added_tokens_decoder() != added:  # their ids are not in the order in which they can be added
             encoder = deepcopy(self.encoder)
             encoder.encode_special_tokens, encoder.post_processor = False, None

@@ -91,7 +91,7 @@ def test_the_tokenizer_gets_the_tokens(tmp_path):
     first = before.vocab_size
     assert after.vocab_size == first + 2 and after.eos_token_id == before.eos_token_id
     assert said[0] == f"--add-tokens: the tokenizer has '{EOS}' ({before.eos_token_id}) already"
-    assert said[1] == f"--add-tokens: 2 tokens are new, with the ids {first} to {first + 1}"
+    assert said[1] == f"--add-tokens: 2 new, from the id {first} on"
     assert after.encoder.encode("a<think>b", add_special_tokens=False).ids.count(first) == 1
     assert first + 1 not in after.encoder.encode("<s>").ids and first + 1 in after.reads_special().encode("<s>").ids
     theirs = Tokenizer.from_file(str(before.folder / "tokenizer.json"))
@@ -119,3 +119,17 @@ def test_a_model_without_a_tokenizer_gets_none(tmp_path):
     assert grown(source, (), print) is source
     with pytest.raises(UsageError, match="has no tokenizer"):
         grown(source, read_tokens(written(tmp_path, "<a>")), print)
+
+
+def test_templates_read_tokens_of_both_kinds_in_any_order(tmp_path):
+    listed = [{"content": f"<{n}>", "special": n % 3 == 0} for n in range(300)]
+    tokens = read_tokens(written(tmp_path, json.dumps(listed), "t.json"))
+    before = opened(tmp_path)
+    after = with_tokens(before, tokens, lambda text: None)
+    reader = after.reads_special()
+    assert reader.get_added_tokens_decoder() == after.encoder.get_added_tokens_decoder()
+    ids = [before.vocab_size + n for n in (3, 1, 299)]
+    assert (
+        reader.encode("<3><1><299>").ids == ids
+        and after.encoder.encode("<1>", add_special_tokens=False).ids == ids[1:2]
+    )
