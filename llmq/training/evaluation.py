@@ -206,8 +206,8 @@ def open_samples(
     reader = PromptReader(tokenizer, config.vocab_size, template, trains.data.train.num_virtual)
     prompts = [reader.tokens(question) for question in questions]
     positions = f"positions of {source.name}: use fewer"
-    about = (max_tokens, config.max_position, f"--sample-tokens {max_tokens:,}", positions)
-    check_prompts(prompts, *about, where="--sample-prompts: ")
+    limits = (max_tokens, config.max_position, f"--sample-tokens {max_tokens:,}", positions)
+    check_prompts(prompts, *limits, where="--sample-prompts: ")
     if (log.sample_length or 0) > config.max_position:
         raise UsageError(
             f"--sample-length {log.sample_length:,} is more than the {config.max_position:,} positions of "
