@@ -14,6 +14,7 @@ from llmq.adapters.resolve import MERGED, StoredAdapter, held_for, merged_record
 from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD
 from llmq.errors import DataError
 from llmq.files import tensor_files
+from llmq.files.carried import carried_from
 from llmq.files.huggingface import Export
 from llmq.files.source import ModelSource, open_parameters
 from llmq.model.config import ModelConfig
@@ -88,7 +89,7 @@ def merge(
 
     beside = {} if base_only else {MERGED: merged_record(source, list(adapters))}
     about = (dtype or config.dtype, source.tokenizer_folder, overwrite)
-    export = Export(out_dir, config, rows, *about, beside=beside)
+    export = Export(out_dir, config, rows, *about, beside=beside, carried=carried_from(source.folder, rows))
     return Merged(export.write(read), len(names), config != source.config, held, tuple(notes))
 
 

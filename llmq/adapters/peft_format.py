@@ -19,6 +19,7 @@ from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD, Module, Target, line
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, export_bytes, write_json, write_tensors
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
+from llmq.model.multimodal import TEXT_ONLY
 from llmq.model.parameters import HEAD, parameter_rows
 from llmq.row import Part, Row
 
@@ -199,7 +200,10 @@ def stored_rows(rows: Sequence[Row], targets: Sequence[Target]) -> tuple[Row, ..
 
 
 def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
-    """PEFT's `target_modules`: keys where all maps of that key are targets, else whole names."""
+    """PEFT's `target_modules`: keys where all maps of that key are targets, else whole names, and those of a language
+    model in a multimodal one, whose vision tower may have such keys, too."""
+    if config.family.within is not TEXT_ONLY:
+        return [target.module.name for target in targets]
     names = {target.module.name for target in targets}
     keys: dict[str, set[str]] = {}
     for module in linear_modules(config):

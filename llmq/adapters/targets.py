@@ -107,7 +107,7 @@ def chosen(text: str, config: ModelConfig, option: str = "--lora-targets") -> tu
         keys = ", ".join(dict.fromkeys(module.key for module in every))
         raise UsageError(
             f"{option} {', '.join(unknown)}: no such linear map in a model of {config.num_layers} layers: use all, "
-            f"attention, mlp, names ({keys}, layers.0.{every[0].name.split('.', 3)[3]}) or patterns (layers.[0-3].*)"
+            f"attention, mlp, names ({keys}, layers.0.{every[0].name.partition('.0.')[2]}) or patterns (layers.[0-3].*)"
         )
     names = set().union(*hits.values())
     return tuple(module for module in every if module.name in names)

@@ -19,11 +19,12 @@ from typing import Literal, TypeVar
 
 from llmq.disk import free_bytes
 from llmq.errors import DataError, StorageError, UsageError
+from llmq.files.carried import PROCESSOR_FILES
 from llmq.files.huggingface import TEMPLATE_FOLDER, TOKENIZER_FILES
 from llmq.files.tensor_files import INDEX, WEIGHTS, index_files, other_weights, weight_files
 from llmq.model.config import from_folder
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", *PROCESSOR_FILES)
 Kind = Literal["model", "config", "tokenizer"]
 SPACE_LEFT = 100 << 20  # bytes to leave free on the cache's disk
 TIMEOUT_S = 30

@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ import numpy as np
 from llmq import disk
 from llmq.errors import DataError, StorageError, UsageError
 from llmq.files import tensor_files
+from llmq.files.carried import HEAD, NOTHING, PROCESSOR_FILES, Carried, is_inside, spelling_of
 from llmq.files.tensor_files import Piece, Stored, by_kind, cut, write_files
-from llmq.model.config import TORCH_NAMES, ModelConfig, dequantize, read_json, to_hf
+from llmq.model.config import TORCH_NAMES, VISION_TOWER, ModelConfig, dequantize, read_json, to_hf
 from llmq.redact import redacted_in
 from llmq.row import Row
 from llmq.tensor import DTYPES
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from llmq.options.run import ExportOptions
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-HEAD = "lm_head.weight"
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -53,11 +54,10 @@ _storage = partial(disk.storage, failed="the model cannot be written", advice="c
 
 
 def model_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
-    """Every tensor of a model folder by the name that `rows` have for it, the embedding's first. Models without their
-    head, and GPT-2 as it is published, lack the first part of names."""
+    """Every tensor of a model folder by the name that `rows` have for it, the embedding's first."""
     stored = tensor_files.stored_tensors(folder)
-    prefix, _, bare = rows[0].parts[0].name.partition(".")
-    return {f"{prefix}.{name}": tensor for name, tensor in stored.items()} if bare in stored else stored
+    spelling = spelling_of(stored, rows[0].parts[0].name)
+    return {spelling.ours(name): tensor for name, tensor in stored.items()}
 
 
 def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
@@ -71,6 +71,12 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     if quantized := [name for name in stored if _QUANTIZED.search(name)]:
         raise DataError(f"{folder} is quantized (it has {quantized[0]}): {dequantize(None)}")
     named = {name: tensor for name, tensor in stored.items() if not _BUFFER.search(name)}
+    if is_inside(embedding):
+        named = {name: tensor for name, tensor in named.items() if is_inside(name) or name == HEAD}
+        if not named:
+            raise DataError(
+                f"{folder} has no tensor of a language model, only {', '.join([*stored][:3])} ...{VISION_TOWER}"
+            )
     tied = HEAD in named and HEAD not in wanted and embedding in named
     extra = [name for name in named if name not in wanted and not (tied and name == HEAD)]
     problems = [f"missing: {name}" for name in wanted if name not in named]
@@ -82,7 +88,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
             unfit.append(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}")
         if tensor.dtype not in tensor_files.FILE_DTYPES:
             unfit.append(f"{name} is stored as {tensor.dtype}; known are {', '.join(tensor_files.FILE_DTYPES)}")
-    if tied and not unfit and not _equal(named[HEAD], named[embedding]):
+    if tied and not unfit and not are_equal(named[HEAD], named[embedding]):
         problems.append(f"{HEAD} differs from {embedding}, but config.json has tie_word_embeddings true")
     if problems + unfit:
         listed = "\n".join(f"  - {p}" for p in by_kind(problems + unfit, _LAYER))
@@ -90,7 +96,7 @@ def checked_tensors(folder: Path, rows: Sequence[Row]) -> dict[str, Stored]:
     return stored
 
 
-def _equal(one: Stored, other: Stored) -> bool:
+def are_equal(one: Stored, other: Stored) -> bool:
     """Whether two stored matrices hold the same numbers, compared in slices."""
     if one.shape != other.shape or one.dtype not in tensor_files.FILE_DTYPES:
         return False
@@ -128,23 +134,31 @@ class Export:
     chat_templates: Mapping[str, str] | None = None  # in Jinja by name, in place of all of the tokenizer's
     shard_bytes: int = SHARD_BYTES
     beside: Mapping[str, Any] = field(default_factory=dict)  # contents of more JSON files by name
+    carried: Carried = NOTHING  # of a multimodal folder
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors that are written."""
-        return export_bytes(self.rows, self.dtype)
+        return sum(piece.num_bytes for piece in self._all_pieces())
+
+    def _all_pieces(self) -> list[Piece]:
+        own = [
+            replace(piece, name=self.carried.spelling.theirs(piece.name)) for piece in _pieces(self.rows, self.dtype)
+        ]
+        return [*own, *self.carried.pieces()]
 
     def check(self, *, room: bool = True) -> int:
         """Bytes that `write` needs; raises what it would raise, without writing.
 
         StorageError: a model is there and may not be overwritten, the folder cannot be replaced, or, with `room`, the
-        disk is too full. DataError: the source's generation_config.json is corrupt. UsageError: no weight type.
+        disk is too full. DataError: the source's generation_config.json is corrupt, or what is carried over has gone.
+        UsageError: no weight type.
         """
         folder = _resolved(self.folder)
         if self.dtype not in TORCH_NAMES:
             raise UsageError(f"--export-dtype {self.dtype}: known are {', '.join(TORCH_NAMES)}")
         _generation_config(self.tokenizer_folder, {})
-        copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder))
+        copied = sum(path.stat().st_size for path in tokenizer_files(self.tokenizer_folder)) + self.carried.check()
         needed = self.num_bytes + copied + disk.MIB
         with _storage(folder):
             disk.finish_folder(folder, kept=_is_other)
@@ -163,6 +177,7 @@ class Export:
         folder, needed = finish_model(self.folder), self.check()
         with _storage(folder, needed=needed), disk.whole_folder(folder, kept=_is_other) as new:
             self.write_model(new, read)
+            self.carried.copy_files(new)
             for name, contents in self.beside.items():
                 write_json(new / name, contents)
             if self.tokenizer_folder is not None:
@@ -177,16 +192,18 @@ class Export:
 
     def write_model(self, folder: Path, read: Callable[[Row], np.ndarray]) -> None:
         """Weights, in one file or numbered shards with their index, and configs into a new folder."""
-        files = cut(_pieces(self.rows, self.dtype), self.shard_bytes)
+        files = cut(self._all_pieces(), self.shard_bytes)
         names = [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
         names = names if len(files) > 1 else [tensor_files.WEIGHTS]
-        write_files(folder, zip(names, files, strict=True), _slices(self.rows, read, self.dtype))
+        values = chain(_slices(self.rows, read, self.dtype), self.carried.slices())
+        write_files(folder, zip(names, files, strict=True), values)
         if len(files) > 1:
             about = {"total_size": self.num_bytes}
             weight_map = {piece.name: name for name, pieces in zip(names, files, strict=True) for piece in pieces}
             write_json(folder / tensor_files.INDEX, {"metadata": about, "weight_map": weight_map})
         written = to_hf(self.config, self.dtype)
-        ids = {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        keys = self.config.family.within.text(written)
+        ids = {key: keys.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(folder / "config.json", written)
         write_json(folder / "generation_config.json", _generation_config(self.tokenizer_folder, ids))
 
@@ -331,7 +348,9 @@ def _resolved(folder: Path) -> Path:
 
 
 def _is_ours(name: str) -> bool:
-    return name in TOKENIZER_FILES or name == TEMPLATE_FOLDER or _WRITTEN.fullmatch(name) is not None
+    return (
+        name in (*TOKENIZER_FILES, *PROCESSOR_FILES) or name == TEMPLATE_FOLDER or _WRITTEN.fullmatch(name) is not None
+    )
 
 
 def _is_other(name: str) -> bool:

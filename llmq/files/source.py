@@ -21,11 +21,13 @@ import numpy as np
 
 from llmq.errors import DataError, UsageError
 from llmq.files import tensor_files
+from llmq.files.carried import HEAD
 from llmq.files.hub import model_folder, revision_of
-from llmq.files.huggingface import ADAPTER_CONFIG, checked_tensors, model_tensors, read_rows, tokenizer_files
+from llmq.files.huggingface import ADAPTER_CONFIG, are_equal, checked_tensors, model_tensors, read_rows, tokenizer_files
 from llmq.files.tensor_files import Stored
 from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
+from llmq.model.multimodal import TEXT_ONLY
 from llmq.model.parameters import EMBED_ROW, HEAD_ROW, parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
 from llmq.row import Row
@@ -139,11 +141,28 @@ def find_source(
         say(f"--model {name} is the folder {local.absolute()}, not the {hidden} of that name")
     folder = model_folder(name, revision, "config" if from_scratch else "model", say)
     config = from_folder(folder)
-    if not from_scratch and config.source.get("dtype") is None and config.source.get("torch_dtype") is None:
+    keys = config.family.within.text(config.source)
+    if not from_scratch and keys.get("dtype") is None and keys.get("torch_dtype") is None:
         config = replace(config, dtype=tensor_files.stored_dtype(folder))
+    if config.family.within is not TEXT_ONLY:
+        if from_scratch:
+            raise UsageError(
+                f"--from-scratch is for language models, and {name} is {config.architecture}, whose other parts would "
+                "have no weights: leave it out, or name a language model"
+            )
+        config = replace(
+            config, tie_embeddings=keys.get("tie_word_embeddings") is not False and _is_tied(folder, config)
+        )
     tokenizer_folder = folder if tokenizer_files(folder) else None
     commit = None if local.is_dir() else revision_of(folder, revision)
     return ModelSource(name, config, folder, tokenizer_folder, from_scratch, init_proj_to_zero, revision=commit)
+
+
+def _is_tied(folder: Path, config: ModelConfig) -> bool:
+    """Whether the head of a multimodal model is its embedding by its files, as transformers 5 takes them."""
+    stored = model_tensors(folder, parameter_rows(config))
+    embedding = f"{config.family.wiring.names.embed}.weight"
+    return HEAD not in stored or (embedding in stored and are_equal(stored[HEAD], stored[embedding]))
 
 
 def open_parameters(source: ModelSource, seed: int) -> Values:

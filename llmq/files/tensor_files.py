@@ -248,6 +248,15 @@ def read_rows(stored: Stored, start: int, stop: int, memory: np.ndarray | None =
     return data.view(dtype).reshape(stop - start, *axes)
 
 
+def raw_bytes(stored: Stored, num_bytes: int) -> Iterator[np.ndarray]:
+    """The bytes of a tensor of any dtype, in pieces."""
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        data = np.empty(min(CHUNK_BYTES, num_bytes - start), np.uint8)
+        with reading(stored.path):
+            _read_at(stored.path, stored.start + start, data.data)
+        yield data
+
+
 def _read_at(path: Path, at: int, data: memoryview) -> None:
     """Fills `data` with the bytes of a file from `at` on, several blocks at a time."""
 

@@ -72,6 +72,11 @@ class ModelConfig:
         """How its facts are spelled, and what its layers are made of."""
         return FAMILIES[self.architecture]
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Ids of tokens that stand for images."""
+        return self.family.within.placeholders(self.source)
+
     def table(self, layer: int) -> str:
         """The name of the constant by which a layer's queries and keys are turned."""
         is_local = self.local_rope is not None and self.window(layer) is not None
@@ -116,8 +121,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_causal": ((None, True), "only causal attention is supported"),
     "use_bidirectional_attention": ((None, False), "only causal attention is supported"),
 }
+UNKNOWN_KEY = "llmq does not know this key of {}: remove it if it changes nothing in the model"
 VISION_TOWER = (
-    ": it is a vision tower alone, which has no language model; give the folder of one, or of both as one model"
+    ": it is a vision tower alone, which has no language model: give the folder of one, or of both as one model"
 )
 # Keys of a source that are not true of what is trained from it (remote code is not copied, files are elsewhere).
 NOT_EXPORTED = ("_name_or_path", "_commit_hash", "auto_map", "quantization_config", "rope_theta", "rope_scaling")
@@ -146,8 +152,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """A ModelConfig from a Hugging Face config mapping; DataError naming every key that is wrong or unsupported."""
     problems: list[str] = []
-    architecture = _architecture(mapping, problems)
+    whole, architecture = mapping, _architecture(mapping, problems)
     family = FAMILIES[architecture]
+    beside = family.within.problems(whole)
+    problems += [
+        _problem(whole, [key], said or UNKNOWN_KEY.format(architecture))
+        for key, said in beside.items()
+        if said or not (key in HARMLESS or key.startswith("_"))
+    ]
+    mapping, num_beside = family.within.text(whole), len(problems)
     of_family = {info.alias or name for name, info in family.keys.model_fields.items()}
     for key, (harmless, message) in REFUSED.items():
         if mapping.get(key) not in harmless and key not in family.takes | of_family:
@@ -163,17 +176,17 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key, *quantized}
     for key in (key for key, value in mapping.items() if value is not None and not key.startswith("_")):
         if key not in known:
-            message = f"llmq does not know this key of {architecture}: remove it if it changes nothing in the model"
-            problems.append(_problem(mapping, [key], message))
+            problems.append(_problem(mapping, [key], UNKNOWN_KEY.format(architecture)))
     try:
         keys = family.keys.model_validate(_used(mapping, family), context=family)
     except ValidationError as error:
         problems += problems_of(mapping, error)
     if problems:
+        problems[num_beside:] = [family.within.named(line, whole) for line in problems[num_beside:]]
         raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
     scales = Scales(**{name: value for name, value in keys if name in Scales.__dataclass_fields__})
-    return ModelConfig(architecture, source=dict(mapping), scales=scales, **family.facts, **facts)
+    return ModelConfig(architecture, source=dict(whole), scales=scales, **family.facts, **facts)
 
 
 def dequantize(about: Any) -> str:
@@ -249,7 +262,15 @@ def to_hf(config: ModelConfig, dtype: str | None = None) -> dict[str, Any]:
 
     Keys of the source that say nothing of what we write are kept as they were.
     """
-    family, eos = FAMILIES[config.architecture], config.eos_token_ids
+    family, source = config.family, config.source
+    text = replace(config, source=family.within.text(source))
+    before = _text_keys(read_config(source), None) if text.source is not source else {}
+    return family.within.written(source, before, _text_keys(text, dtype))
+
+
+def _text_keys(config: ModelConfig, dtype: str | None) -> dict[str, Any]:
+    """The keys of a language model, as a folder of its own has them."""
+    family, eos = config.family, config.eos_token_ids
     torch_name = TORCH_NAMES[dtype or config.dtype]
     written: dict[str, Any] = {
         "architectures": [config.architecture],

@@ -23,6 +23,7 @@ from llmq.blocks.mlp import Glu, Plain
 from llmq.blocks.qk_norm import HeadNorms, NormedRotary, WideNorms
 from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.model.key_types import LARGEST, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Positive, Size, Width
+from llmq.model.multimodal import TEXT_ONLY, TextOnly
 from llmq.model.rope_keys import ROPE_KEYS, Rope, one_local_rope, one_rope, partial_of_family, unrotated_of_list
 from llmq.model.wiring import LLAMA, Wiring
 from llmq.protocols import Activation, Into, Onto
@@ -153,7 +154,8 @@ class Family:
     """Llama, and what differs from it in others.
 
     `model_type` is its name in config.json, `defaults` is what transformers takes for absent keys. `facts` are those of
-    a ModelConfig that no key says; `takes` names keys that are refused in other families. Of the rotary embedding: its
+    a ModelConfig that no key says; `takes` names keys that are refused in other families; `within` says what else a
+    folder may be than a language model. Of the rotary embedding: its
     base where no key says one, whether a part of the channels may be turned, whether pairs are `interleaved` in files,
     and names of kinds that are others here.
     """
@@ -163,6 +165,7 @@ class Family:
     facts: Mapping[str, Any] = field(default_factory=dict)
     takes: frozenset[str] = frozenset()
     wiring: Wiring = LLAMA
+    within: TextOnly = TEXT_ONLY
     default_theta: float = 10000.0
     partial: bool = False
     interleaved: bool = False

@@ -1,6 +1,7 @@
 """The families that llmq knows: names, the defaults of their keys, and what their layers are made of."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
@@ -16,6 +17,7 @@ from llmq.model.families import (
     listed_windows,
 )
 from llmq.model.key_types import MAX_LAYERS, Positive, Size, Width
+from llmq.model.multimodal import INSIDE, Within
 from llmq.model.rope_keys import parted
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
@@ -179,6 +181,19 @@ class Gpt2(Family):
         return {}
 
 
+class QwenVl(Qwen):
+    """Qwen 2 in Qwen2.5-VL: text has three equal positions, by which its rotary embedding (mrope) is the usual one."""
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All, if a window is asked for."""
+        ropes = {key: keys[key] for key in ("rope_scaling", "rope_parameters") if isinstance(keys.get(key), Mapping)}
+        usual = {
+            key: {name: "default" if value == "mrope" else value for name, value in rope.items()}
+            for key, rope in ropes.items()
+        }
+        return super().counted({**keys, **usual})
+
+
 _SANDWICH = Names(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -196,6 +211,8 @@ _OF_GLM = {
     "eos_token_id": [151329, 151336, 151338],
     "pad_token_id": 151329,
 }
+_INSIDE = Names(embed=f"{INSIDE}embed_tokens", layers=f"{INSIDE}layers", norm=f"{INSIDE}norm")
+_BESIDE = ("architectures", "model_type", "vision_config", "image_token_index", "image_token_id")
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _WINDOWS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096}
 FAMILIES: Table[Family] = table(
@@ -298,6 +315,42 @@ FAMILIES: Table[Family] = table(
             ),
         ),
         "MinistralForCausalLM": Windowed("ministral", {**_ENDS, "num_key_value_heads": 8, "sliding_window": 4096}),
+        "Gemma3ForConditionalGeneration": Gemma3(
+            "gemma3",
+            {**_OF_GEMMA, "max_position_embeddings": 131072, "vocab_size": 262208, "hidden_size": 2304}
+            | {"intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
+            facts={"qk_norm": True},
+            wiring=replace(
+                _GEMMA, names=replace(_SANDWICH, embed=_INSIDE.embed, layers=_INSIDE.layers, norm=_INSIDE.norm)
+            ),
+            default_theta=1e6,
+            within=Within("gemma3_text", {*_BESIDE, "boi_token_index", "eoi_token_index", "mm_tokens_per_image"}),
+        ),
+        "Mistral3ForConditionalGeneration": Mistral(
+            "mistral3",
+            {**_WINDOWS, **_ENDS, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+            wiring=Wiring(_INSIDE),
+            within=Within(
+                "mistral",
+                {*_BESIDE, "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"}
+                | {"vision_feature_layer"},
+            ),
+        ),
+        "Qwen2_5_VLForConditionalGeneration": QwenVl(
+            "qwen2_5_vl",
+            {**_WINDOWS, "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "rms_norm_eps": 1e-5}
+            | {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
+            | {"bos_token_id": 151643, "eos_token_id": 151645},
+            facts={"qkv_bias": True},
+            takes=frozenset({"attention_bias"}),
+            wiring=Wiring(_INSIDE),
+            default_theta=1e6,
+            within=Within(
+                "qwen2_5_vl_text",
+                {*_BESIDE, "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"},
+                flat=True,
+            ),
+        ),
     },
     needs=("model_type", "rows"),
 )

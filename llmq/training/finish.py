@@ -25,6 +25,7 @@ from llmq.data.chat.template import OWN, open_template
 from llmq.data.tokens.tokenizer import TemplateNote
 from llmq.engine.engine import Engine
 from llmq.errors import DataError, NonFiniteError, UsageError
+from llmq.files.carried import carried_from
 from llmq.files.huggingface import Export, remove_model
 from llmq.files.source import ModelSource, Values
 from llmq.model.config import ModelConfig
@@ -121,8 +122,9 @@ def open_exports(
     config, adapters, flat = plan.spec.config, plan.spec.adapters, options.to_flat()
     folder, dtype, tokenizer = Path(flat["out_dir"]), flat["export_dtype"], trains.tokenizer
     how: dict[str, Any] = {"overwrite": flat["overwrite"] or replaces, "chat_templates": trains.templates}
+    whole = {**how, "carried": carried_from(source.folder, rows_of_file(plan.rows))}
     if not adapters.freezes:
-        return (Export(folder, config, rows_of_file(plan.rows), dtype or config.dtype, tokenizer, **how),)
+        return (Export(folder, config, rows_of_file(plan.rows), dtype or config.dtype, tokenizer, **whole),)
     revision = None if source.revision is None else source.revision.partition(",")[0]
     before = None if plan.held_base.is_quantized else model
     found = adapters.file(plan.rows, config, before)
@@ -133,7 +135,7 @@ def open_exports(
         raise UsageError(f"--merge adds adapters to weights, and this run trains {adapters.unmergeable}: leave it out")
     config = untied(config, [adapters])
     merged = partial(MergedExport, adapters=adapters, held=plan.rows)
-    return export, merged(folder / MERGED, config, parameter_rows(config), dtype or config.dtype, tokenizer, **how)
+    return export, merged(folder / MERGED, config, parameter_rows(config), dtype or config.dtype, tokenizer, **whole)
 
 
 def export_all(run: Ready, engine: Engine, now: Progress, batch: Batch) -> dict[str, Any]:

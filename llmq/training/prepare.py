@@ -150,6 +150,7 @@ def _open_data(start: Start, dtypes: Precision) -> RunData:
         world=start.ranks.size,
         cannot_pack=device.packing_problem(start.device, dtypes.model),
         num_virtual=adapters.resolve(options.adapters, source.config).num_virtual,
+        placeholders=source.config.placeholders,
     )
     if earlier.path and "data" not in earlier.checkpoints.resets:
         data.layout.refuse_other(earlier.state)

@@ -126,7 +126,7 @@ def test_quantized_folders_name_the_options_that_train_on_such_a_model(about, ba
     refused({**LLAMA, "quantization_config": about}, "quantization_config", f"--lora-rank 16 --base-dtype {base}")
 
 
-@pytest.mark.parametrize("kind", ["siglip_vision_model", "pixtral", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["siglip_vision_model", "pixtral", "qwen2_5_vl_vision"])
 def test_a_vision_tower_alone_is_refused_as_one(kind):
     tower = {"model_type": kind, "hidden_size": 32, "num_attention_heads": 4, "patch_size": 4}
     refused(tower, f"model_type ('{kind}'): is not supported: it is a vision tower alone, which has no language model")

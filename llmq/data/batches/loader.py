@@ -170,12 +170,14 @@ def open_data(
     world: int = 1,
     cannot_pack: str | None = None,
     num_virtual: int = 0,
+    placeholders: tuple[int, ...] = (),
 ) -> Data:
     """Opens and checks all token files of a run for a model of `vocab_size` ids, whose `tokenizer` is in a folder.
 
     `named` is the data of --data, which is tokenized here, if it was not before; `cannot_pack` says why the device
     cannot run packed rows, if it cannot; `num_virtual` the virtual tokens before each document, which count in
-    --seq-len. Options that name no data give the shape of a step, for a plan.
+    --seq-len; `placeholders` the ids that stand for images. Options that name no data give the shape of a step, for a
+    plan.
 
     Raises UsageError if the global batch is no multiple of what the ranks take at once, or for options that do not fit
     the data (see RowLayout.choose), and DataError if a file is bad (see open_samples) or of another tokenizer, or there
@@ -190,7 +192,7 @@ def open_data(
     named = named and named.find(options.seq_len - num_virtual)
     has_rows = named is not None and any(request.found.is_rows for request in named.requests)
     layout = RowLayout.choose(options.packing, options.max_docs, has_rows=has_rows, cannot_pack=cannot_pack)
-    form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual)
+    form = RowForm(options.seq_len, vocab_size, layout.kind, seed, options.max_docs, num_virtual, placeholders)
     train, held = _opened(options, form, named, tokenizer)
     return Data(train, held, options.batch_size, options.seq_len, accumulation, seed, world, layout)
 
@@ -252,7 +254,7 @@ def open_samples(patterns: Sequence[str], form: RowForm, *, with_tails: bool = F
     """The token files that `patterns` (paths or globs) name as samples: in the order given, sorted within a glob.
 
     `with_tails` is for windows. Raises one DataError with everything that is wrong: no match, a file named twice, a bad
-    file, or one with an id that is not in the vocabulary (see CHECKED_ENDS).
+    file, or one with an id that is not in the vocabulary (see CHECKED_ENDS), or that stands for an image.
     """
     files: list[TokenFile] = []
     with all_problems() as problems:
@@ -261,6 +263,7 @@ def open_samples(patterns: Sequence[str], form: RowForm, *, with_tails: bool = F
                 files.append(file := TokenFile.open(path))
                 file.check_ids(form.vocab_size, 0, min(CHECKED_ENDS, file.num_tokens))
                 file.check_ids(form.vocab_size, max(file.num_tokens - CHECKED_ENDS, 0))
+                file.check_without(form.placeholders)
     return Windows(files, form, with_tails=with_tails) if form.kind == WINDOWS else Packs(files, form)
 
 

@@ -31,6 +31,7 @@ from llmq.data.rows.row_files import BadRows
 from llmq.data.rows.row_sequences import FileRows
 from llmq.data.stream import START, Position
 from llmq.data.tokens.pipeline import RowWork, TokenSpan, tokenized
+from llmq.data.tokens.token_file import OF_IMAGES
 from llmq.data.tokens.tokenize import Say, cached
 from llmq.data.tokens.tokenizer import TemplateNote, TextTokenizer
 from llmq.errors import DataError, UsageError
@@ -261,6 +262,8 @@ class StreamedRows(RowSource):
                         f"{self.name}, shard {shard}, row {after}: an id is outside the vocabulary "
                         f"(0 to {self.form.vocab_size - 1}): tokenize the text with the model's own tokenizer"
                     )
+                if np.isin(ids, self.form.placeholders).any():
+                    raise DataError(f"{self.name}, shard {shard}, row {after} has an id {OF_IMAGES}")
                 place = dict(zip(PLACE, (epoch, shard, after - 1, after_all - 1, 0), strict=True))
                 piece = _Piece({"begun": at["begun"], **place}, tokens).after(skipped)
                 skipped = 0

@@ -81,6 +81,7 @@ class RowForm:
     seed: int = 0  # decides which documents share a row
     max_docs: int | None = None  # None: as few as fill the rows
     num_virtual: int = 0
+    placeholders: tuple[int, ...] = ()  # ids that stand for images, which no row may have
 
     def __post_init__(self) -> None:
         if self.seq_len == 1 and self.kind != WINDOWS:

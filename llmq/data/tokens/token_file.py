@@ -47,6 +47,7 @@ MAGIC = b"BIN.TOK\n"
 HEADER_BYTES = 1024
 BLOCK_BYTES = 1 << 16
 NEWEST = 3
+OF_IMAGES = "which stands for an image, and of this model only text is trained: leave such rows out"
 NARROW_IDS = 1 << 16  # vocabularies up to this have ids of two bytes
 CHECKSUM = np.dtype("<u4")
 START = np.dtype("<i8")
@@ -260,6 +261,17 @@ class TokenFile:
                 raise DataError(
                     f"{self.path}: token {at + place} has the id {int(self.tokens[at + place])}, but the vocabulary "
                     f"has {vocab_size} ids (0 to {vocab_size - 1}): tokenize the text with the model's own tokenizer"
+                )
+
+    def check_without(self, ids: Sequence[int]) -> None:
+        """Raises DataError at the first token that is one of `ids`, which stand for images."""
+        for at in range(0, self.num_tokens if ids else 0, CHECKED_AT_ONCE):
+            found = np.flatnonzero(np.isin(self.tokens[at : at + CHECKED_AT_ONCE], ids))
+            if found.size:
+                place = at + int(found[0])
+                row = int(np.searchsorted(self.document_starts, place, "right"))
+                raise DataError(
+                    f"{self.path}: document {row} has the id {int(self.tokens[place])} (token {place}), {OF_IMAGES}"
                 )
 
     def part(self, start: int, stop: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray | bool]:
