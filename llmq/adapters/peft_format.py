@@ -19,7 +19,6 @@ from llmq.adapters.targets import EMBED_ROW, FILE, LM_HEAD, Module, Target, line
 from llmq.files.huggingface import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Export, export_bytes, write_json, write_tensors
 from llmq.files.tensor_files import Stored
 from llmq.model.config import ModelConfig
-from llmq.model.multimodal import TEXT_ONLY
 from llmq.model.parameters import HEAD, parameter_rows
 from llmq.row import Part, Row
 
@@ -202,7 +201,7 @@ def stored_rows(rows: Sequence[Row], targets: Sequence[Target]) -> tuple[Row, ..
 def target_names(targets: Sequence[Target], config: ModelConfig) -> list[str]:
     """PEFT's `target_modules`: keys where all maps of that key are targets, else whole names, and those of a language
     model in a multimodal one, whose vision tower may have such keys, too."""
-    if config.family.within is not TEXT_ONLY:
+    if not config.family.within.is_all:
         return [target.module.name for target in targets]
     names = {target.module.name for target in targets}
     keys: dict[str, set[str]] = {}

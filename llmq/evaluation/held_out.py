@@ -124,6 +124,8 @@ class HeldOut:
         if Path(name).suffix != TOKEN_FILE:
             patterns = open_beside(name, options.source, source, room, say=say, task=task)
         files = [TokenFile.open(path) for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
+        for file in files:
+            file.check_without(source.config.placeholders)
         require_one_tokenizer(files, source.tokenizer_folder)
         known = [(file, it) for file in files if (it := Sidecar.read(file.path, file.num_tokens)) is not None]
         folder = source.tokenizer_folder or next((tokenizer_folder(file.path, it) for file, it in known), None)

@@ -27,7 +27,6 @@ from llmq.files.huggingface import ADAPTER_CONFIG, are_equal, checked_tensors, m
 from llmq.files.tensor_files import Stored
 from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
-from llmq.model.multimodal import TEXT_ONLY
 from llmq.model.parameters import EMBED_ROW, HEAD_ROW, parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
 from llmq.row import Row
@@ -144,7 +143,7 @@ def find_source(
     keys = config.family.within.text(config.source)
     if not from_scratch and keys.get("dtype") is None and keys.get("torch_dtype") is None:
         config = replace(config, dtype=tensor_files.stored_dtype(folder))
-    if config.family.within is not TEXT_ONLY:
+    if not config.family.within.is_all:
         if from_scratch:
             raise UsageError(
                 f"--from-scratch is for language models, and {name} is {config.architecture}, whose other parts would "

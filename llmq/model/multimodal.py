@@ -7,7 +7,7 @@ files may have older ones, which `Spelling` in llmq/files/carried.py knows.
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 INSIDE = "model.language_model."  # how names of the language model's tensors begin
 TEXT = "text_config"
@@ -23,6 +23,8 @@ PLACEHOLDERS = ("image_token_index", "image_token_id", "video_token_id")
 @dataclass(frozen=True)
 class TextOnly:
     """A config.json whose keys are all a language model's."""
+
+    is_all: ClassVar[bool] = True  # that a folder has
 
     def text(self, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keys of the language model, as a folder of its own has them."""
@@ -54,6 +56,8 @@ class Within(TextOnly):
     others: Set[str]
     flat: bool = False
 
+    is_all: ClassVar[bool] = False
+
     def text(self, mapping: Mapping[str, Any]) -> Mapping[str, Any]:
         """The keys in `text_config`, with those that the file has for all of the model."""
         if self.flat and TEXT not in mapping:
@@ -61,8 +65,8 @@ class Within(TextOnly):
         own = mapping.get(TEXT)
         shared = {key: mapping[key] for key in SHARED if mapping.get(key) is not None}
         left_out = DTYPE_KEYS if any(key in shared for key in DTYPE_KEYS) else ()
-        inner = own.items() if isinstance(own, Mapping) else ()
-        return {**{key: value for key, value in inner if key not in left_out}, **shared}
+        inner = own.items() if isinstance(own, Mapping) else ()  # release 4 has some of the others there, too
+        return {**{key: value for key, value in inner if key not in {*left_out, *self.others}}, **shared}
 
     def named(self, problem: str, mapping: Mapping[str, Any]) -> str:
         """By its name in `text_config`, if it is there."""
@@ -77,6 +81,7 @@ class Within(TextOnly):
         own, known = mapping[TEXT], {TEXT, *SHARED, *self.others}
         if not isinstance(own, Mapping):
             return {TEXT: "must be an object, with the keys of the language model"}
+        known |= set(own) if self.flat else set()  # release 4 has them twice, and those outside count for nothing
         found = {key: "" for key, value in mapping.items() if value is not None and key not in known}
         if own.get("model_type", self.model_type) != self.model_type:
             found[TEXT] = f"has model_type {own['model_type']!r}, and only {self.model_type} is supported there"
@@ -88,7 +93,7 @@ class Within(TextOnly):
         if TEXT not in source:
             return {**source, **changed}
         own = source[TEXT]
-        outer = {key: value for key, value in changed.items() if key in SHARED}
+        outer = {key: value for key, value in changed.items() if key in SHARED or key in source}
         inner = {key: value for key, value in changed.items() if key not in SHARED or key in own}
         return {**source, **outer, TEXT: {**own, **inner}}
 

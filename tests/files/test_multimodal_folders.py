@@ -92,6 +92,16 @@ def test_absent_keys_of_text_config_are_those_of_transformers():
     assert not qwen.tie_embeddings and qwen.qkv_bias and qwen.rms_norm_eps == 1e-5
 
 
+def test_release_4_writes_the_keys_of_qwen_twice():
+    flat = MULTIMODAL["qwen2_5_vl"]
+    twice = flat | {"text_config": {**flat, "model_type": "qwen2_5_vl_text", "num_hidden_layers": 2}}
+    config = read_config(twice)
+    assert config.num_layers == 2 and to_hf(config) == twice
+    now = to_hf(config.with_vocabulary(90))
+    assert now["vocab_size"] == now["text_config"]["vocab_size"] == 90
+    refused(lambda c: c.update(twice, text_scale=3), "- text_scale (3): llmq does not know", name="qwen2_5_vl")
+
+
 def test_keys_that_are_wrong_are_named_by_their_place():
     refused(lambda c: c["text_config"].update(hidden_size="x"), "text_config.hidden_size ('x')")
     refused(lambda c: c["text_config"].update(swiglu=3), "text_config.swiglu (3): llmq does not know this key")
