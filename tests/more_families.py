@@ -46,6 +46,22 @@ MORE: dict[str, dict[str, Any]] = {
         rope_local_base_freq=100.0,
     ),
     "olmo2": _of("Olmo2", "olmo2", rope_theta=500000.0),
+    "olmo3": _of(
+        "Olmo3",
+        "olmo3",
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.2,
+            },
+        },
+    ),
     "glm4": _of("Glm4", "glm4", attention_bias=True, head_dim=12, partial_rotary_factor=0.5, num_hidden_layers=2),
     "phi3": _of("Phi3", "phi3", sliding_window=9, rms_norm_eps=1e-4),
     "granite": _of(

@@ -195,7 +195,7 @@ class Family:
         if config.local_rope is not None:
             local = config.local_rope
             written = {"full_attention": written, "sliding_attention": ROPE_KEYS[local.kind].written(local)}
-            more["rope_local_base_freq"] = local.theta
+            more |= {"rope_local_base_freq": local.theta} if issubclass(self.keys, LocalRopeKeys) else {}
         if issubclass(self.keys, UnrotatedKeys):
             more["no_rope_layers"] = [int(layer not in config.unrotated) for layer in range(config.num_layers)]
         return {**four, "rope_parameters": written, **more}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.model.families import (
     ConfigKeys,
@@ -18,7 +18,7 @@ from llmq.model.families import (
 )
 from llmq.model.key_types import MAX_LAYERS, Positive, Size, Width
 from llmq.model.multimodal import INSIDE, Within
-from llmq.model.rope_keys import parted
+from llmq.model.rope_keys import Rope, own_local_rope, parted
 from llmq.model.wiring import Names, Wiring
 from llmq.plugins import Table, table
 
@@ -72,6 +72,14 @@ class Gemma3Keys(LocalRopeKeys):
     query_pre_attn_scalar: Size | Positive = 256
 
 
+class Olmo3Keys(ConfigKeys):
+    """Those of OLMo 3, where every fourth layer attends in full, and only such layers have a scaled rope."""
+
+    local_rope: Annotated[Rope | None, AfterValidator(own_local_rope)] = Field(None, alias="local_rope_parameters")
+    window_pattern: Literal[4] = Field(4, alias="sliding_window_pattern")
+    windows: Annotated[Any, PlainValidator(every_nth_whole)] = Field(None, alias="layer_types")
+
+
 class Glm(Family):
     """Llama with a partial rotary embedding of neighbours."""
 
@@ -108,6 +116,16 @@ class Gemma3(Windowed):
     """Gemma 2 with norms of q and k and a rope of layers with a window in place of soft-caps."""
 
     keys, act_key = Gemma3Keys, "hidden_activation"
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the ropes of both kinds of layers."""
+        return super().counted(parted(keys))
+
+
+class Olmo3(Windowed):
+    """OLMo 2 with windows, and a rope of layers that have one."""
+
+    keys = Olmo3Keys
 
     def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the ropes of both kinds of layers."""
@@ -202,6 +220,11 @@ _SANDWICH = Names(
 _GEMMA = Wiring(_SANDWICH, norms="both", norm_offset=1.0, activation="gelu_tanh", scaled=True)
 _OF_GEMMA = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "head_dim": 256, "num_key_value_heads": 4}
 _OF_GEMMA |= {"tie_word_embeddings": True, "sliding_window": 4096, "max_position_embeddings": 8192}
+_OLMO = Wiring(
+    Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    norms="post",
+    wide_qk_norm=True,
+)
 _OF_GLM = {
     "head_dim": 128,
     "num_key_value_heads": 2,
@@ -243,13 +266,13 @@ FAMILIES: Table[Family] = table(
             default_theta=1e6,
         ),
         "Olmo2ForCausalLM": Family(
-            "olmo2",
-            {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5},
-            wiring=Wiring(
-                Names(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
-                norms="post",
-                wide_qk_norm=True,
-            ),
+            "olmo2", {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5}, wiring=_OLMO
+        ),
+        "Olmo3ForCausalLM": Olmo3(
+            "olmo3",
+            {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+            wiring=_OLMO,
+            default_theta=5e5,
         ),
         "Glm4ForCausalLM": Glm(
             "glm4",

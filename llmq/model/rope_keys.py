@@ -157,6 +157,14 @@ def one_local_rope(given: Any, info: ValidationInfo) -> RopeConfig:
     return found
 
 
+def own_local_rope(given: Any, info: ValidationInfo) -> RopeConfig:
+    """Of layers with a window: what `parted` finds, else one that is not scaled; `rope_theta` is for all layers."""
+    theta = (given and given.rope_theta) or info.data.get("rope_theta") or _family(info).default_theta
+    found = replace(given.config() if given else RopeConfig(), theta=theta)
+    _check(found, info.data.get("head_dim"))
+    return found
+
+
 def parted(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Keys with the objects of `rope_parameters` for each kind of layer (5) as those of two ropes."""
     both = keys.get("rope_parameters")

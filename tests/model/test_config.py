@@ -218,6 +218,40 @@ def test_layers_without_a_rope_are_listed_or_every_so_many():
     refused({**SMOL, "use_sliding_window": True}, "use_sliding_window (True)")
 
 
+OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_theta": 500000, "sliding_window": 4096,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": False, "vocab_size": 100278,
+}  # fmt: skip
+
+
+def test_olmo3_as_it_is_published():
+    """Only layers that attend in full have the scaled rope; all have its base."""
+    config = read_config(OLMO3)
+    assert num_parameters(parameter_rows(config)) == 7_298_011_136 and config.windows == (*[4096] * 3, None) * 8
+    assert (config.rope.kind, config.rope.theta, config.local_rope) == ("yarn", 5e5, RopeConfig(5e5))
+    assert [config.table(layer) for layer in range(4)] == [*["rope_local"] * 3, "rope"]
+    written = json.loads(json.dumps(to_hf(config)))
+    assert read_config(written) == config and "rope_local_base_freq" not in written
+    for spelled in (("rope_parameters",), ("rope_theta", "rope_scaling")):
+        assert read_config({key: written[key] for key in written if key not in spelled}) == config
+    said = {key: OLMO3[key] for key in OLMO3 if key not in ("layer_types", "sliding_window", "rope_theta")}
+    assert read_config(said) == config == read_config({**said, "sliding_window_pattern": 4})
+    both = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    apart = read_config({**said, "rope_scaling": None, "rope_parameters": both})
+    assert (apart.rope, apart.local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
+    refused({**said, "sliding_window_pattern": 2}, "sliding_window_pattern (2): must be 4")
+    refused({**OLMO3, "rope_local_base_freq": 1e4}, "does not know this key of Olmo3ForCausalLM")
+    refused({**OLMO3, "rope_scaling": {"rope_type": "yarn", "factor": 0}}, "rope_scaling.factor (0)")
+
+
 STARCODER2 = {
     "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "bos_token_id": 0, "embedding_dropout": 0.1,
     "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042,
