@@ -7,6 +7,7 @@ the calls of a step are recorded, and while a micro-step and an update run, and 
 which works on the recorded calls, is taken on trust. `tests/test_budgets.py` holds the numbers.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ def dense_step():
     from llmq.engine.engine import Engine
     from llmq.plan.recordings import Recordings
 
+    gc.collect()  # what earlier tests left is not finalized while this one notes what runs
     entered = defaultdict(set)
 
     def note(code):

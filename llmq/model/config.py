@@ -151,42 +151,37 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """A ModelConfig from a Hugging Face config mapping; DataError naming every key that is wrong or unsupported."""
-    problems: list[str] = []
-    whole, architecture = mapping, _architecture(mapping, problems)
+    beside: list[str] = []  # of what is not the language model's
+    architecture = _architecture(mapping, beside)
     family = FAMILIES[architecture]
-    beside = family.within.problems(whole)
-    problems += [
-        _problem(whole, [key], said or UNKNOWN_KEY.format(architecture))
-        for key, said in beside.items()
-        if said or not (key in HARMLESS or key.startswith("_"))
-    ]
-    mapping, num_beside = family.within.text(whole), len(problems)
+    for key, said in family.within.problems(mapping).items():
+        if said or not (key in HARMLESS or key.startswith("_")):
+            beside.append(_problem(mapping, [key], said or UNKNOWN_KEY.format(architecture)))
+    text, problems = family.within.text(mapping), list[str]()
     of_family = {info.alias or name for name, info in family.keys.model_fields.items()}
     for key, (harmless, message) in REFUSED.items():
-        if mapping.get(key) not in harmless and key not in family.takes | of_family:
-            problems.append(_problem(mapping, [key], message))
+        if text.get(key) not in harmless and key not in family.takes | of_family:
+            problems.append(_problem(text, [key], message))
     for key in {"hidden_act", family.act_key}:
-        given = mapping.get(key)
+        given = text.get(key)
         if given is not None and (not isinstance(given, str) or ACTIVATIONS.get(given) != family.wiring.activation):
-            problems.append(
-                _problem(mapping, [key], f"only {family.wiring.activation} is supported for {architecture}")
-            )
-    quantized = [key for key in ("quantization_config", "compression_config") if mapping.get(key) is not None]
-    problems += [_problem(mapping, [key], dequantize(mapping[key])) for key in quantized]
+            problems.append(_problem(text, [key], f"only {family.wiring.activation} is supported for {architecture}"))
+    quantized = [key for key in ("quantization_config", "compression_config") if text.get(key) is not None]
+    problems += [_problem(text, [key], dequantize(text[key])) for key in quantized]
     known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key, *quantized}
-    for key in (key for key, value in mapping.items() if value is not None and not key.startswith("_")):
+    for key in (key for key, value in text.items() if value is not None and not key.startswith("_")):
         if key not in known:
-            problems.append(_problem(mapping, [key], UNKNOWN_KEY.format(architecture)))
+            problems.append(_problem(text, [key], UNKNOWN_KEY.format(architecture)))
     try:
-        keys = family.keys.model_validate(_used(mapping, family), context=family)
+        keys = family.keys.model_validate(_used(text, family), context=family)
     except ValidationError as error:
-        problems += problems_of(mapping, error)
-    if problems:
-        problems[num_beside:] = [family.within.named(line, whole) for line in problems[num_beside:]]
-        raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
+        problems += problems_of(text, error)
+    if beside or problems:
+        lines = [*beside, *(family.within.named(line, mapping) for line in problems)]
+        raise DataError(f"{where} cannot be used:\n" + "\n".join(f"  - {line}" for line in lines))
     facts = {name: value for name, value in keys if name in ModelConfig.__dataclass_fields__}
     scales = Scales(**{name: value for name, value in keys if name in Scales.__dataclass_fields__})
-    return ModelConfig(architecture, source=dict(whole), scales=scales, **family.facts, **facts)
+    return ModelConfig(architecture, source=dict(mapping), scales=scales, **family.facts, **facts)
 
 
 def dequantize(about: Any) -> str:
