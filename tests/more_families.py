@@ -62,6 +62,16 @@ MORE: dict[str, dict[str, Any]] = {
             },
         },
     ),
+    "cohere2": _of(
+        "Cohere2",
+        "cohere2",
+        logit_scale=0.3,
+        layer_norm_eps=1e-4,
+        sliding_window=5,
+        rope_theta=1000.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=True,
+    ),
     "glm4": _of("Glm4", "glm4", attention_bias=True, head_dim=12, partial_rotary_factor=0.5, num_hidden_layers=2),
     "phi3": _of("Phi3", "phi3", sliding_window=9, rms_norm_eps=1e-4),
     "granite": _of(

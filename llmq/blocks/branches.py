@@ -3,19 +3,24 @@
 from collections.abc import Iterator
 
 from llmq.blocks.embed import Embed
-from llmq.blocks.stream import Added, RmsNorm
+from llmq.blocks.stream import Added, Normed, RmsNorm
 from llmq.protocols import Ops, Parameters, Site, Slots
 from llmq.row import Row, SublayerRows
 from llmq.tensor import Ref, Slot
 
 
 class LayerNorm(RmsNorm):
-    """x = layernorm(res), with a bias (Ba et al., 2016; GPT-2, StarCoder2)."""
+    """x = layernorm(res) (Ba et al., 2016), with a bias (GPT-2, StarCoder2) or without (Cohere 2)."""
+
+    def __init__(self, eps: float, *, has_bias: bool) -> None:
+        super().__init__(eps)
+        self.has_bias = has_bias
 
     def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
-        """Its weight (C,) and its bias (C,)."""
+        """Its weight (C,) and its bias (C,), if it has one."""
         yield from super().rows(at, size, file)
-        yield at.bias("norm_bias", size, file)
+        if self.has_bias:
+            yield at.bias("norm_bias", size, file)
 
     def stats(self, b: int, t: int, roles: tuple[str, ...]) -> tuple[Slot, ...]:
         """What backward needs of b sequences of t tokens: mean and rstd (B,T)."""
@@ -29,6 +34,43 @@ class LayerNorm(RmsNorm):
         """d.res, dw <- d.x, and the gradient `through` the stream."""
         read = (d.x, through, a.res, w.norm, a.mean, a.rstd)
         ops.layernorm_backward(d.res, dw.norm, dw.norm_bias, *read)
+
+
+class SharedNorm(Normed):
+    """The first map of attention and that of the MLP read the same x (`Beside`)."""
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """Beside what the norm has: of_attention and of_both (B,T,C), of which there are only gradients, by x."""
+        own = (Slot(name, (b, t, c)) for name in ("of_attention", "of_both"))
+        return (*super().slots(b, t, c), *own)
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
+        """d.res, dw <- d_y, d.out, and d.x, the MLP's."""
+        site.backward(ops, a, d, d.of_attention, getattr(dw, site.key), d_y, a.x, getattr(w, site.key))
+        ops.scale(d.of_both, d.of_attention, d.x, factor=1.0)
+        self.norm.backward(ops, a, d.renamed({"x": "of_both"}), w, dw, d.out)
+
+
+class Beside:
+    """The first map of the MLP reads what attention's reads: both are added to the stream as it was before (GPT-J,
+    Cohere)."""
+
+    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
+        """No parameters."""
+        yield from ()
+
+    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
+        """x (B,T,C), which is attention's."""
+        return (Slot("x", (b, t, c)),)
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
+        """y <- attention's a.x."""
+        site.forward(ops, a, y, a.attention_x, getattr(w, site.key))
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
+        """d.res, attention's d.x, dw <- d_y, d.out."""
+        site.backward(ops, a, d, d.attention_x, getattr(dw, site.key), d_y, a.attention_x, getattr(w, site.key))
+        ops.scale(d.res, d.out, None, factor=1.0)
 
 
 class Unnormed:

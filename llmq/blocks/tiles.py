@@ -28,5 +28,5 @@ class Tiled:
         """A frame for each tile, in order."""
         rows = a.res.shape[0] * a.res.shape[1] // self.tiles
         names = [slot.name for slot in self.base.slots(1, rows)]
-        cuts = (a.chunk(("res", "out"), i * rows, rows) for i in range(self.tiles))
+        cuts = (a.chunk(("res", "out", "attention_x"), i * rows, rows) for i in range(self.tiles))
         return [cut.renamed({name: f"{name}#{i}" for name in names}) for i, cut in enumerate(cuts)]

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from llmq.blocks.attention import Heads, Rotary
-from llmq.blocks.branches import LayerNorm, PlacedEmbed, PostNorm, Scaled, ScaledEmbed, Unnormed
+from llmq.blocks.branches import Beside, LayerNorm, PlacedEmbed, PostNorm, Scaled, ScaledEmbed, SharedNorm, Unnormed
 from llmq.blocks.capped import Capped
 from llmq.blocks.embed import Embed
 from llmq.blocks.head import LogitsReader
@@ -219,8 +219,8 @@ class Family:
 
     def reader(self, config: ModelConfig, reader: LogitsReader) -> LogitsReader:
         """What reads the logits as the map makes them, on behalf of a `reader` of the model's logits."""
-        cap, divisor = config.scales.final_logit_softcapping, config.scales.logits_scaling
-        return reader if cap is None and divisor == 1 else Capped(reader, cap or math.inf, 1 / divisor)
+        cap, factor = config.scales.final_logit_softcapping, config.scales.of_logits
+        return reader if cap is None and factor == 1 else Capped(reader, cap or math.inf, factor)
 
     def position_rows(self, config: ModelConfig) -> Iterator[Row]:
         """The table of learned positions (max_position,C), where there is one."""
@@ -235,11 +235,17 @@ class Family:
     def norm(self, config: ModelConfig) -> RmsNorm:
         """The norm before the head, and before sublayers."""
         eps, of_weight = config.rms_norm_eps, self.wiring.norm_offset
-        return LayerNorm(eps) if self.wiring.layernorm else RmsNorm(eps, of_weight)
+        return LayerNorm(eps, has_bias=self.wiring.norm_bias) if self.wiring.layernorm else RmsNorm(eps, of_weight)
 
     def into(self, config: ModelConfig) -> Into:
-        """What a sublayer's first linear map reads of the residual stream."""
-        return Unnormed() if self.wiring.norms == "post" else Normed(self.norm(config))
+        """What attention's first linear map reads of the residual stream."""
+        if self.wiring.norms == "post":
+            return Unnormed()
+        return (SharedNorm if self.wiring.parallel else Normed)(self.norm(config))
+
+    def mlp_into(self, config: ModelConfig) -> Into:
+        """What the MLP's first linear map reads."""
+        return Beside() if self.wiring.parallel else self.into(config)
 
     def onto(self, config: ModelConfig) -> Onto:
         """How a sublayer's last linear map is added to the residual stream."""
@@ -280,7 +286,7 @@ class Family:
         yield from at.linear("o", q, {names.o: c}, init="residual", bias=also)
         yield from self.onto(config).rows(at, c, names.attention_post_norm)
         at = SublayerRows(f"layers.{layer}.mlp", *of_layer, transposed=self.wiring.transposed)
-        yield from self.into(config).rows(at, c, names.mlp_norm)
+        yield from self.mlp_into(config).rows(at, c, names.mlp_norm)
         yield from at.linear("up", c, _sizes(names.up, *[f] * self.activation(config).maps), bias=also)
         yield from at.linear("down", f, {names.down: c}, init="residual", bias=also)
         yield from self.onto(config).rows(at, c, names.mlp_post_norm)

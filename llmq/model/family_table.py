@@ -106,6 +106,44 @@ class Windowed(Family):
         return {"layer_types": kinds, "sliding_window": next(filter(None, config.windows))} if config.windows else {}
 
 
+def unrotated_in_full(given: Any, info: ValidationInfo) -> tuple[int, ...]:
+    """The layers without a window. ValueError if a file has a key for them."""
+    if given is not None:
+        raise ValueError("is not a key of config.json: layers that attend in full have no rotary embedding")
+    windows = info.data.get("windows") or (None,) * info.data.get("num_layers", 0)
+    return tuple(layer for layer, window in enumerate(windows) if window is None)
+
+
+class Cohere2Keys(ConfigKeys):
+    """Those of Cohere 2, some of which say what is so in every model of it."""
+
+    rms_norm_eps: Positive = Field(1e-5, alias="layer_norm_eps")
+    logit_scale: Positive = 0.0625
+    window_pattern: Size = Field(4, alias="sliding_window_pattern")
+    windows: Annotated[Any, PlainValidator(every_nth_whole)] = Field(None, alias="layer_types")
+    unrotated: Annotated[Any, PlainValidator(unrotated_in_full)] = None
+    order_of_interleaved_layers: Literal["local_attn_first"] = "local_attn_first"
+    position_embedding_type: Literal["rope_gptj"] = "rope_gptj"
+    rotary_pct: Annotated[float, Field(ge=1, le=1)] = 1.0
+    layer_switch: Literal[4] = 4
+    use_gated_activation: Literal[True] = True
+    use_parallel_block: Literal[True] = True
+    use_embedding_sharing: Literal[True] = True
+    use_parallel_embedding: bool = True  # which says how, not what
+    use_qk_norm: Literal[False] = False
+
+
+class Cohere2(Windowed):
+    """Attention and MLP side by side after one LayerNorm; layers with a window have a rope of neighbours, others none;
+    logits are multiplied."""
+
+    keys = Cohere2Keys
+
+    def counted(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All but the size of heads, which follows from others."""
+        return {**super().counted(keys), "head_dim": None}
+
+
 class Gemma2(Windowed):
     """Norms on both sides that multiply by 1 + w, a scaled embedding, GeGLU, soft-caps."""
 
@@ -273,6 +311,13 @@ FAMILIES: Table[Family] = table(
             {"pad_token_id": 1, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "sliding_window": 4096},
             wiring=_OLMO,
             default_theta=5e5,
+        ),
+        "Cohere2ForCausalLM": Cohere2(
+            "cohere2",
+            {"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0, "tie_word_embeddings": True}
+            | {"max_position_embeddings": 8192, "sliding_window": 4096},
+            interleaved=True,
+            wiring=Wiring(layernorm=True, norm_bias=False, parallel=True),
         ),
         "Glm4ForCausalLM": Glm(
             "glm4",

@@ -35,16 +35,19 @@ class Names:
 @dataclass(frozen=True)
 class Wiring:
     """The facts. Norms lie before a sublayer ("pre"), after it ("post"), or on both sides ("both"), and multiply by
-    w + `norm_offset`; `layernorm` are others than RMSNorms, with a bias. `activation` is that of the MLP's gate, if it
-    is `gated`. The embedding may be `scaled` by sqrt(C), and there may be a norm over all heads of q and one over all
-    of k (`wide_qk_norm`). The layers' matrices may be `transposed` in files, (K,N). All of their maps have a bias where
-    that of q, k and v has one, if it is for `all_biased`.
+    w + `norm_offset`; `layernorm` are others than RMSNorms, with a bias (`norm_bias`). In `parallel` blocks attention
+    and MLP read one norm, and both are added to what it read. `activation` is that of the MLP's gate, if it is `gated`.
+    The embedding may be `scaled` by sqrt(C), and there may be a norm over all heads of q and one over all of k
+    (`wide_qk_norm`). The layers' matrices may be `transposed` in files, (K,N). All of their maps have a bias where that
+    of q, k and v has one, if it is for `all_biased`.
     """
 
     names: Names = Names()
     norms: str = "pre"
     norm_offset: float = 0.0
     layernorm: bool = False
+    norm_bias: bool = True
+    parallel: bool = False
     activation: str = "silu"
     gated: bool = True
     scaled: bool = False
@@ -64,6 +67,7 @@ class Scales:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what a sublayer adds to the stream
     logits_scaling: float = 1.0  # by which logits are divided
+    logit_scale: float = 1.0
     query_pre_attn_scalar: float | None = None  # scores are divided by its root
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -73,3 +77,8 @@ class Scales:
         """What scores are multiplied by; None: 1 / sqrt(Hd)."""
         root = self.query_pre_attn_scalar
         return self.attention_multiplier if root is None else root**-0.5
+
+    @property
+    def of_logits(self) -> float:
+        """What logits are multiplied by."""
+        return self.logit_scale / self.logits_scaling

@@ -115,13 +115,13 @@ def _generator(spec: Spec, embed: Embed, cores: Cores, rotaries: Rotaries, sampl
 def _blocks(spec: Spec, cores: Cores, rotaries: Rotaries, tiles: int = 1) -> tuple[Block, ...]:
     """The layers, with attention by `cores`, and the MLP in `tiles`."""
     config, heads, site = spec.config, _heads(spec), partial(site_of, spec)
-    c, into, onto = config.hidden_size, config.family.into(config), config.family.onto(config)
+    c, family, onto = config.hidden_size, config.family, config.family.onto(config)
     found = []
     for layer in range(config.num_layers):
         core, at = cores(config.window(layer), layer), f"layers.{layer}"
         qkv, o, up, down = (site(f"{at}.{name}") for name in ("attention.qkv", "attention.o", "mlp.up", "mlp.down"))
-        attention = Attention(c, heads, into, qkv, rotaries(layer), core, o, onto)
-        mlp = Mlp(c, config.intermediate_size, into, up, config.family.activation(config), down, onto)
+        attention = Attention(c, heads, family.into(config), qkv, rotaries(layer), core, o, onto)
+        mlp = Mlp(c, config.intermediate_size, family.mlp_into(config), up, family.activation(config), down, onto)
         found.append(Block(attention, mlp if tiles == 1 else Tiled(mlp, tiles)))
     return tuple(found)
 

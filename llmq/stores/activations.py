@@ -36,7 +36,7 @@ class Frames:
     """The frames of one micro-step: `a[layer].mlp.x`, `a.embed`, `a.head`, and the same for gradients with `d`.
 
     Residual slots join neighbours: a sublayer's `out` is the next one's `res`, and only the stream entering a layer
-    is kept whatever is recomputed.
+    is kept whatever is recomputed. The x of attention is `attention_x` in the MLP, which reads it in parallel blocks.
     """
 
     def __init__(self, model: Any, shared: dict[str, Frame], b: int, t: int, hidden: int, act: str, stat: str) -> None:
@@ -57,9 +57,9 @@ class Frames:
             # Between the sublayers of a layer: made again with --recompute-block, which keeps what enters the layer.
             middle = self._ref(prefix, layer, "mlp.res", res, ("block", *res.roles))
             joints = {"attention": (stream[layer], middle), "mlp": (middle, stream[layer + 1])}
-            sublayers = {}
+            sublayers, own = {}, dict[str, Any]()
             for name, (before, after) in joints.items():
-                own = self._refs(prefix, layer, name, getattr(block, name).slots(b, t))
+                own = {"attention_x": own.get("x"), **self._refs(prefix, layer, name, getattr(block, name).slots(b, t))}
                 sublayers[name] = self._frame({**own, "res": before, "out": after})
             frames[layer] = Frame(sublayers)
         head = self._refs(prefix, None, "head", model.head.slots(b, t))

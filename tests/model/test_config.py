@@ -16,6 +16,7 @@ from llmq.model.parameters import num_parameters, parameter_rows
 from llmq.model.presets import PRESETS, preset
 from llmq.model.rope import frequencies
 from llmq.model.rope_keys import parted
+from llmq.model.wiring import Scales
 
 CONFIGS = Path(__file__).parents[2] / "../shared/data/configs"
 LLAMA = {
@@ -250,6 +251,71 @@ def test_olmo3_as_it_is_published():
     refused({**said, "sliding_window_pattern": 2}, "sliding_window_pattern (2): must be 4")
     refused({**OLMO3, "rope_local_base_freq": 1e4}, "does not know this key of Olmo3ForCausalLM")
     refused({**OLMO3, "rope_scaling": {"rope_type": "yarn", "factor": 0}}, "rope_scaling.factor (0)")
+
+
+COHERE2 = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+    "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05,
+    "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 132096, "model_type": "cohere2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj",
+    "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_embedding_sharing": True, "use_gated_activation": True,
+    "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+}  # fmt: skip
+
+
+def test_cohere2_as_it_is_published():
+    """One norm in a layer, and no rope in every fourth."""
+    config = read_config(COHERE2)
+    assert (config.tie_embeddings, config.scales, config.rms_norm_eps) == (True, Scales(logit_scale=0.25), 1e-5)
+    assert config.windows == (*[4096] * 3, None) * 8 and config.rope == RopeConfig(5e4, interleaved=True)
+    assert [config.table(layer) for layer in range(4)] == [*["rope"] * 3, "rope_none"]
+    rows = parameter_rows(config)
+    assert num_parameters(rows) == 8_028_033_024
+    assert [row.name for row in rows if row.init == "ones" and row.layer in (0, None)] == [
+        *("layers.0.attention.norm", "head.norm")
+    ]
+    written = json.loads(json.dumps(to_hf(config)))
+    assert read_config(written) == config
+    assert {key: written[key] for key in COHERE2 if key != "rope_scaling"} == {
+        key: value for key, value in COHERE2.items() if value is not None
+    }
+    short = {
+        key: COHERE2[key]
+        for key in ("architectures", "vocab_size", "intermediate_size", "num_key_value_heads", "torch_dtype")
+    }
+    short |= {"hidden_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 32}
+    found = read_config(short)
+    assert (found.windows, found.unrotated, found.scales.logit_scale) == ((4096,) * 3, (), 0.0625)
+    assert (found.rope.theta, found.max_position, found.head_dim, found.pad_token_id) == (1e4, 8192, 128, 0)
+    assert read_config({**short, "sliding_window_pattern": 2}).unrotated == (1,)
+    whole = read_config({**short, "layer_types": ["full_attention"] * 3})
+    assert (whole.windows, whole.unrotated) == ((), (0, 1, 2)) and read_config(to_hf(whole)) == whole
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("use_parallel_block", False, "must be True"),
+        ("use_gated_activation", False, "must be True"),
+        ("use_embedding_sharing", False, "must be True"),
+        ("use_qk_norm", True, "must be False"),
+        ("position_embedding_type", "rope_neox", "must be 'rope_gptj'"),
+        ("order_of_interleaved_layers", "global_attn_first", "must be 'local_attn_first'"),
+        ("rotary_pct", 0.5, "must be greater than or equal to 1"),
+        ("layer_switch", 2, "must be 4"),
+        ("attention_bias", True, "not supported"),
+        ("logit_scale", 0, "must be greater than 0"),
+        ("sliding_window", None, "no sliding window is in use"),
+        ("unrotated", [1], "is not a key of config.json"),
+        ("rms_norm_eps", 1e-5, "does not know this key of Cohere2ForCausalLM"),
+        ("rope_parameters", {"full_attention": {}, "sliding_attention": {}}, "differs between layers"),
+    ],
+)
+def test_what_would_be_another_cohere2_is_refused(key, value, said):
+    refused({**COHERE2, key: value}, said)
 
 
 STARCODER2 = {
