@@ -128,7 +128,8 @@ class Queries(llmq.Callback):
 
 
 OF_BIASES = ("dora", "biases", "olora", "adalora", "ia3")
-OF_FAMILIES = {"glm": METHODS, "starcoder2": OF_BIASES, "gpt2": METHODS, "granite": ["prompt"]}
+OF_PARALLEL = ("dora", "biases", "ia3", "in full", "prefix", "prompt")
+OF_FAMILIES = {"glm": METHODS, "cohere2": OF_PARALLEL, "starcoder2": OF_BIASES, "gpt2": METHODS, "granite": ["prompt"]}
 WIDE = pytest.mark.parametrize(("family", "method"), [(name, one) for name, of in OF_FAMILIES.items() for one in of])
 
 
@@ -139,7 +140,9 @@ def test_adapters_of_other_layers_than_llamas(tmp_path, monkeypatch, family, met
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        of_one = {"dtype": "float32", "num_hidden_layers": 1 + (method == "prompt"), "tie_word_embeddings": False}
+        layers = 1 + (method == "prompt")
+        of_one = {"dtype": "float32", "num_hidden_layers": layers, "tie_word_embeddings": False}
+        of_one |= {key: kinds[:layers] for key, kinds in MORE[family].items() if key == "layer_types"}
         transformers_judge.empty_model(MORE[family] | of_one).save_pretrained("base")
     tokens = np.arange(600, dtype=np.int32) ** 2 % 90 + 3
     options = {"device": "cpu", "model_dtype": "fp32", "batch_size": 2, "seq_len": 16, "steps": 3, "out_dir": "out"}

@@ -61,7 +61,7 @@ class Beside:
 
     def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
         """x (B,T,C), which is attention's."""
-        return (Slot("x", (b, t, c)),)
+        return (Slot("x", (b, t, c), ("norm",)),)
 
     def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
         """y <- attention's a.x."""
