@@ -11,6 +11,7 @@ from llmq.blocks.packed import Packing
 from llmq.errors import UsageError
 from llmq.model.config import ModelConfig
 from llmq.model.optimizer import Hyperparameters
+from llmq.model.parameters import parameter_rows
 from llmq.model.speed_of_light import seconds_per_token
 from llmq.plan.loss import CROSS_ENTROPY, Loss
 from llmq.plan.memory import Memory
@@ -159,6 +160,9 @@ def _tiled(spec: Spec) -> Iterator[str]:
     yield from spec.adapters.tile_problems()
     if p.matmul == "e4m3" and p.scaling == "blockwise":
         yield "cuBLASLt takes no 1x128 scales of a piece of the gradient: use --fp8-scaling rowwise"
+    rows = spec.adapters.rows(parameter_rows(spec.config), spec.config)
+    if any(row.trainable and row.name.endswith((".o.bias", ".down.bias")) for row in rows):
+        yield "a bias of what is added to the residual stream is trained by the whole gradient: use --seq-tiles 1"
 
 
 def _without_master(spec: Spec) -> Iterator[str]:

@@ -3,8 +3,9 @@
 import pytest
 from more_families import MORE
 from test_adapters import adapters, steps, warm
-from tiny_engines import BF16, FP8, bits, plan_of, result_of
+from tiny_engines import BF16, FP8, FP64, bits, plan_of, result_of
 
+from llmq.errors import UsageError
 from llmq.model.config import read_config
 from llmq.plan.memory import RESIDUAL, Memory
 
@@ -15,6 +16,8 @@ MEMORIES = {
     "all": Memory(BLOCK.flags, offload=(RESIDUAL,), host=("master", "m", "v", "grad", "weight"), piece_bytes=1),
     "parts": Memory(("recompute_ffn", "recompute_qkv", "recompute_att")),
 }
+SAME = ((Memory(), *MEMORIES.values()), (Memory(seq_tiles=2), Memory(BLOCK.flags, seq_tiles=2)))
+UNTILED = ("starcoder2", "gpt2")  # whose biases are trained
 
 
 @pytest.mark.quick("*-current-gpt2")
@@ -23,9 +26,22 @@ MEMORIES = {
 @pytest.mark.parametrize("kind", PRECISIONS)
 def test_a_setting_changes_no_bit(kind, name):
     config, precision = read_config(MORE[name]), PRECISIONS[kind]
-    plain = result_of(plan_of(precision, Memory(), config))
-    for memory in MEMORIES.values():
-        assert result_of(plan_of(precision, memory, config)) == plain, memory
+    for plain, *others in SAME[: 1 if name in UNTILED else 2]:
+        result = result_of(plan_of(precision, plain, config))
+        for memory in others:
+            assert result_of(plan_of(precision, memory, config)) == result, memory
+
+
+@pytest.mark.parametrize("name", UNTILED)
+def test_biases_of_the_stream_are_trained_whole(name):
+    config = read_config(MORE[name])
+    for more in ({}, {"adapters": adapters("all", config, bias="all")}):
+        with pytest.raises(UsageError, match=r"--seq-tiles 2: a bias of what is added .*: use --seq-tiles 1"):
+            plan_of(BF16, Memory(seq_tiles=2), config, **more)
+    tiled, whole = (
+        plan_of(FP64, memory, config, adapters=adapters("all", config)) for memory in (SAME[1][0], SAME[0][0])
+    )
+    assert steps(warm(tiled)) == pytest.approx(steps(warm(whole)), rel=1e-9)
 
 
 @pytest.mark.quick("gpt2")

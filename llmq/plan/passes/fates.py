@@ -97,7 +97,7 @@ def apply(calls: Sequence[Call], fates: Fates) -> list[Call]:
         return changed(ref, again=True) if ref is not None and ref.form in second.get(ref.name, ()) else ref
 
     written = (result.ref for call in calls for result in call.outputs if result is not None)
-    uncast = {ref.name: ref for ref in written if ref.name in fates.copies}
+    uncast = {ref.name: ref.entire for ref in written if ref.name in fates.copies}
 
     def cast(names: Iterable[str]) -> list[Call]:
         # The value is there, so its producer need not run again for a copy.
