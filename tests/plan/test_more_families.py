@@ -1,13 +1,21 @@
 """Families beyond Llama's with what moves or repeats work: in bf16 and fp8, in full and beside a base of few bits."""
 
-import pytest
-from more_families import MORE
-from test_adapters import adapters, steps, warm
-from tiny_engines import BF16, FP8, FP64, bits, plan_of, result_of
+from itertools import pairwise
 
+import numpy as np
+import pytest
+import ranks
+from more_families import MORE
+from ranks import Run, on_ranks
+from test_adapters import adapters, steps, warm
+from tiny_engines import BF16, FP8, FP64, T, bits, engine_of, packed_batch, plan_of, result_of, train_steps
+
+from llmq.blocks.packed import Packing
+from llmq.data.batches.batch import Batch
 from llmq.errors import UsageError
 from llmq.model.config import read_config
 from llmq.plan.memory import RESIDUAL, Memory
+from llmq.tensor import IGNORED
 
 EVERY = pytest.mark.parametrize("name", MORE)
 PRECISIONS = {"bf16": BF16, "current": FP8["e4m3", "current"], "delayed": FP8["e4m3", "delayed"]}
@@ -58,3 +66,43 @@ def test_adapters_train_beside_a_base_of_few_bits(name):
     assert steps(block) == losses and bits(block) == bits(engine)
     held = {row.name: engine.parameter(row.name) for row in plan.rows if row.stored}
     assert held and steps(warm(plain, held)) == losses != steps(warm(plain))
+
+
+@pytest.mark.quick("gemma2-current")
+@pytest.mark.sample
+@EVERY
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+def test_losses_in_e4m3_are_near_those_in_bf16(scaling, name):
+    plans = [plan_of(precision, config=read_config(MORE[name])) for precision in (BF16, FP8["e4m3", scaling])]
+    exact, rounded = (train_steps(engine_of(plan), 4, rate=1e-3) for plan in plans)
+    assert exact != rounded
+    np.testing.assert_allclose(rounded, exact, rtol=2e-2)
+
+
+@pytest.mark.quick("gemma2")
+@pytest.mark.sample
+@EVERY
+def test_documents_of_a_packed_row_are_those_of_rows_of_their_own(name):
+    config, row = read_config(MORE[name]), packed_batch()
+    packed = engine_of(plan_of(FP64, config=config, packing=Packing(5, T))).evaluate(row)
+    alone, loss, count = engine_of(plan_of(FP64, config=config)), 0.0, 0
+    for index, marks in enumerate(row.borders.tolist()):
+        for first, stop in pairwise(dict.fromkeys(marks)):
+            one = Batch(np.zeros_like(row.tokens), np.full_like(row.targets, IGNORED))
+            one.tokens[0, : stop - first] = row.tokens[index, first:stop]
+            one.targets[0, : stop - first] = row.targets[index, first:stop]
+            found = alone.evaluate(one)
+            loss, count = loss + found.loss, count + found.tokens
+    assert count == packed.tokens and loss == pytest.approx(packed.loss, rel=1e-12)
+
+
+@pytest.mark.quick("glm4")
+@pytest.mark.sample
+@EVERY
+def test_shares_of_two_ranks_have_the_bits_of_the_whole(name, monkeypatch):
+    monkeypatch.setattr(ranks, "CONFIG", read_config({**MORE[name], "vocab_size": 1000}))
+    whole = on_ranks(Run(level=0))
+    for level in (1, 2, 3):
+        for found, wanted in zip(on_ranks(Run(level=level, memory=BLOCK)), whole, strict=True):
+            assert found[0] == wanted[0]
+            assert all(map(np.array_equal, found[1][1:], wanted[1][1:])), level
