@@ -155,9 +155,8 @@ class Family:
 
     `model_type` is its name in config.json, `defaults` is what transformers takes for absent keys. `facts` are those of
     a ModelConfig that no key says; `takes` names keys that are refused in other families; `within` says what else a
-    folder may be than a language model. Of the rotary embedding: its
-    base where no key says one, whether a part of the channels may be turned, whether pairs are `interleaved` in files,
-    and names of kinds that are others here.
+    folder may be than a language model. Of the rotary embedding: its base where no key says one, whether a part of the
+    channels may be turned, whether pairs are `interleaved` in files, and names of kinds that are others here.
     """
 
     model_type: str
