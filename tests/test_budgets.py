@@ -9,7 +9,7 @@ import pytest
 from dense_step import dense_step
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 54_426  # of llmq/: what was reached with faults, reports and the doctor, and 5%
+MOST_LINES = 54_640  # of llmq/: what was reached with families, multimodal folders and added tokens
 MOST_FILES, MOST_LINES_OF_STEP = 30, 3_400  # of a dense step, by tests/dense_step.py
 LEAST_COMMENTS = 0.04  # of the lines where decisions are made: comments say why
 

@@ -53,7 +53,7 @@ def refuse_local(options: Options) -> None:
     """UsageError for plug-ins that other processes of the run would not find."""
     flat = options.to_flat()
     named = {f"{kind} {name}" for _, kind, name in plugins_of(flat) if name in table(kind).local}
-    if FAMILIES.local:
+    if FAMILIES.local and flat["family"] is None:
         model = find_source(flat["model"], from_scratch=flat["from_scratch"]).config
         named |= {f"family {name}" for name in FAMILIES.local if name == model.architecture}
     if named:

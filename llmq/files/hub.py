@@ -39,14 +39,19 @@ class HubUnreachable(DataError):
 
 
 def model_folder(
-    name: str, revision: str | None = None, kind: Kind = "model", say: Callable[[str], None] = lambda text: None
+    name: str,
+    revision: str | None = None,
+    kind: Kind = "model",
+    say: Callable[[str], None] = lambda text: None,
+    check: Callable[[Path], object] = from_folder,
 ) -> Path:
     """The folder of a model: `name` is a folder, or ORG/NAME on the Hub at `revision` (default: main).
 
     `kind` says what must be there: "model" is all of it, "config" leaves the weights out, and "tokenizer" needs
     tokenizer.json only. Files are downloaded into the hub's cache if they are not there. Where the Hub cannot be
     reached, a complete copy in the cache is taken, and `say` gets a notice of it. DataError where the model is
-    absent, gated, unusable or cut off; StorageError where the disk is too full; UsageError for an impossible name.
+    absent, gated, unusable (which `check` says by its configs) or cut off; StorageError where the disk is too full;
+    UsageError for an impossible name.
     """
     local = Path(os.path.expanduser(name))
     if os.path.isdir(local):
@@ -65,7 +70,7 @@ def model_folder(
     if constants.HF_HUB_OFFLINE:
         return _cached(name, revision, kind)
     try:
-        return _downloaded(name, revision, kind)
+        return _downloaded(name, revision, kind, check)
     except HubUnreachable as error:
         try:
             folder = _cached(name, revision, kind)
@@ -131,7 +136,7 @@ def _matches(folder: Path, pattern: str) -> list[str]:
         return []
 
 
-def _downloaded(name: str, revision: str, kind: Kind) -> Path:
+def _downloaded(name: str, revision: str, kind: Kind, check: Callable[[Path], object]) -> Path:
     """The folder in the cache, downloaded as far as it is not there."""
     from huggingface_hub import HfApi
 
@@ -158,7 +163,7 @@ def _downloaded(name: str, revision: str, kind: Kind) -> Path:
         raise DataError(f"{name} changed on the Hub just now: run the same command again")
     fetch(name, info.sha, small[1:], sizes)
     if kind != "tokenizer":
-        from_folder(folder)
+        check(folder)
     if kind == "model":
         weights = [WEIGHTS] if WEIGHTS in sizes else index_files(folder / INDEX)
         if absent := [file for file in weights if file not in sizes]:

@@ -27,6 +27,7 @@ from llmq.files.huggingface import ADAPTER_CONFIG, are_equal, checked_tensors, m
 from llmq.files.tensor_files import Stored
 from llmq.hardware.cores import num_cores
 from llmq.model.config import ModelConfig, from_folder, read_json
+from llmq.model.family_file import read_description
 from llmq.model.parameters import EMBED_ROW, HEAD_ROW, parameter_rows, rows_of_file
 from llmq.model.presets import HUB_NAMES, is_known, preset, preset_tokenizer
 from llmq.row import Row
@@ -78,11 +79,12 @@ def open_source(
     num_ids: Callable[[str], int] | None = None,
     *,
     plan_only: bool = False,
+    family: Mapping[str, Any] | None = None,
 ) -> ModelSource:
     """Finds what `--model` names: a local folder, else a preset, else a model of the Hub (downloaded).
 
     `say` gets notices of the download. `num_ids` counts the ids of a tokenizer. A plan needs no weights of what is a
-    preset, too.
+    preset, too. The `family` that a run which is continued was described by counts where --family is not given.
     """
     source = find_source(
         str(options.model),
@@ -90,6 +92,7 @@ def open_source(
         from_scratch=options.from_scratch or (plan_only and options.model.lower() in HUB_NAMES),
         init_proj_to_zero=options.init_proj_to_zero,
         say=say,
+        family=family if options.family is None else read_description(options.family),
     )
     if options.tokenizer is not None:
         folder = model_folder(str(options.tokenizer), kind="tokenizer", say=say)
@@ -113,8 +116,10 @@ def find_source(
     from_scratch: bool = False,
     init_proj_to_zero: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    family: Mapping[str, Any] | None = None,
 ) -> ModelSource:
-    """The model of a name, with its own tokenizer; `say` gets a notice of a folder that hides a known name, too."""
+    """The model of a name, with its own tokenizer, of a described `family` where that is given; `say` gets a notice of
+    a folder that hides a known name, too."""
     is_local = any(mark in name for mark in "/\\~") or os.path.exists(name)
     name = name if is_local or from_scratch else HUB_NAMES.get(name.lower(), name)
     if "/" not in name and not is_local:
@@ -129,6 +134,8 @@ def find_source(
             )
         if revision is not None:
             raise UsageError(f"--revision {revision} is for models of the Hub, but {name} is a preset")
+        if family is not None:
+            raise UsageError(f"--family describes a model's folder, but {name} is a preset: leave it out")
         return ModelSource(name, config, None, None, True, init_proj_to_zero, preset_tokenizer(name))
     local = Path(os.path.expanduser(name))
     if (local / ADAPTER_CONFIG).is_file() and not (local / "config.json").exists():
@@ -138,8 +145,9 @@ def find_source(
     if is_known(name) and local.is_dir():
         hidden = "model of the Hub" if "/" in name else "preset"
         say(f"--model {name} is the folder {local.absolute()}, not the {hidden} of that name")
-    folder = model_folder(name, revision, "config" if from_scratch else "model", say)
-    config = from_folder(folder)
+    read = partial(from_folder, family=family)
+    folder = model_folder(name, revision, "config" if from_scratch else "model", say, read)
+    config = read(folder)
     keys = config.family.within.text(config.source)
     if not from_scratch and keys.get("dtype") is None and keys.get("torch_dtype") is None:
         config = replace(config, dtype=tensor_files.stored_dtype(folder))

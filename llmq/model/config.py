@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from llmq.errors import DataError
 from llmq.model.families import TORCH_NAMES, Family
+from llmq.model.family_file import KEY, family_of
 from llmq.model.family_table import FAMILIES
 from llmq.model.harmless import HARMLESS
 from llmq.model.rope_keys import LOCAL, NONE, ROPE, ROPE_KEYS, RopeConfig
@@ -59,7 +60,8 @@ class ModelConfig:
         left_out |= {"scales"} if self.scales == Scales() else set()
         left_out |= {name for name in ("local_rope", "unrotated") if not getattr(self, name)}
         found = {name: value for name, value in asdict(replace(self, source={})).items() if name not in left_out}
-        return {**found, "rope": self.rope.identity()}
+        described = {KEY: self.source[KEY]} if KEY in self.source else {}
+        return {**found, "rope": self.rope.identity(), **described}
 
     def with_vocabulary(self, size: int) -> ModelConfig:
         """The same with another vocabulary, without the special tokens that are not in it."""
@@ -129,9 +131,11 @@ VISION_TOWER = (
 NOT_EXPORTED = ("_name_or_path", "_commit_hash", "auto_map", "quantization_config", "rope_theta", "rope_scaling")
 
 
-def from_folder(folder: Path) -> ModelConfig:
-    """Reads `config.json` of a model folder; DataError where it is absent, not JSON, or asks for what we lack."""
-    return read_config(read_json(Path(folder) / "config.json"), where=str(Path(folder) / "config.json"))
+def from_folder(folder: Path, family: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Reads `config.json` of a model folder, of a described `family` where that is given; DataError where it is absent,
+    not JSON, or asks for what we lack."""
+    keys = read_json(Path(folder) / "config.json")
+    return read_config(keys if family is None else {**keys, KEY: family}, where=str(Path(folder) / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -168,9 +172,9 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
             problems.append(_problem(text, [key], f"only {family.wiring.activation} is supported for {architecture}"))
     quantized = [key for key in ("quantization_config", "compression_config") if text.get(key) is not None]
     problems += [_problem(text, [key], dequantize(text[key])) for key in quantized]
-    known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key, *quantized}
+    known = HARMLESS | REFUSED.keys() | of_family | {"hidden_act", family.act_key, KEY, *quantized}
     for key in (key for key, value in text.items() if value is not None and not key.startswith("_")):
-        if key not in known:
+        if key not in known | family.takes:
             problems.append(_problem(text, [key], UNKNOWN_KEY.format(architecture)))
     try:
         keys = family.keys.model_validate(_used(text, family), context=family)
@@ -225,6 +229,8 @@ def _said(error: Any) -> str:
 
 def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
     """The one known architecture that `architectures` and `model_type` agree on; Llama with a problem noted if none."""
+    if KEY in mapping:
+        return _described(mapping)
     known = _known(FAMILIES)
     given = {key: repr(mapping[key]) for key in known if mapping.get(key) is not None}
     if any(value not in known[key] for key, value in given.items()):
@@ -242,6 +248,17 @@ def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
     if len(set(named)) > 1:
         problems.append(_problem(mapping, ["model_type"], f"contradicts architectures {mapping['architectures']!r}"))
     return named[0] if named else "LlamaForCausalLM"
+
+
+def _described(mapping: Mapping[str, Any]) -> str:
+    """The architecture of a config with a description, which is known from now on. DataError."""
+    match mapping:
+        case {"architectures": [str(architecture)], "model_type": str(model_type)}:
+            if architecture in FAMILIES.ours:
+                raise DataError(f"{KEY}: llmq knows {architecture}: leave the description out")
+            FAMILIES[architecture] = family_of(mapping[KEY], model_type)
+            return architecture
+    raise DataError(f"{KEY}: config.json needs architectures, a list of one name, and model_type")
 
 
 def _known(families: Mapping[str, Family]) -> dict[str, dict[str, str]]:

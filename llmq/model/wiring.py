@@ -8,6 +8,7 @@ ACTIVATIONS = {  # by transformers' names
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 

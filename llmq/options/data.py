@@ -49,6 +49,11 @@ class ModelOptions(Section):
         ..., "Model to train: a folder, a hub name, or a preset such as Qwen2.5-0.5B.", "model_name_or_path"
     )
     revision: Text | None = option(None, "Branch, tag or commit of a hub model.", "model_revision")
+    family: Path | None = option(
+        None,
+        "YAML file that describes the model's family, of a folder whose architecture llmq does not know.",
+        metavar="FILE",
+    )
     from_scratch: bool = option(False, "Start from random weights, N(0, 0.02), residual projections over sqrt(2L).")
     init_proj_to_zero: bool = option(False, "Start the output projections of --from-scratch at zero.")
 

@@ -22,6 +22,7 @@ from llmq.files.writers import checkpoint_bytes
 from llmq.generation.prompts import read_questions
 from llmq.hardware import device
 from llmq.model.config import ModelConfig
+from llmq.model.family_file import KEY
 from llmq.model.parameters import EMBED_ROW
 from llmq.options.parse import Options, continue_command, minimal
 from llmq.options.run import RunOptions
@@ -105,7 +106,8 @@ def _start(options: Options, log: RunLog, ranks: Ranks, stops_early: bool) -> St
     levels.refuse_copies(options.sharding, where.kind)
     seed = options.to_flat()["seed"]
     earlier = EarlierRun.open(options, log, ranks, plans_only=dry)
-    source = open_source(options.model, log.notice, num_ids, plan_only=dry)
+    family = earlier.state.get("must_match", {}).get("model", {}).get(KEY)
+    source = open_source(options.model, log.notice, num_ids, plan_only=dry, family=family)
     file = options.to_flat()["add_tokens"]
     tokens = read_tokens(Path(file)) if file is not None else earlier.state.get("added_tokens", ())
     source = grown(grown_for(source, options.to_flat()["adapter"]), tokens, log.notice)

@@ -66,6 +66,7 @@ THIRDS = {"fp8": 0, "rows": 1, "lora": 2}  # of the options in some of them, the
 # fmt: off
 VALUES = {  # unlike the default, and what the runs above have
     "model": "again", "revision": "main", "tokenizer": "tokenizer", "add_tokens": "tokens.txt",
+    "family": "family.yaml",
     "train_file": "other.bin", "weight": [2.0], "eval_file": "other.bin", "batch_size": 1, "global_batch_size": 6,
     "grad_accumulation": 1, "seq_len": 24, "packing": True, "max_docs": 3, "data": "other.jsonl", "eval_fraction": 0.3,
     "data_format": "text", "map": ["question=answer"], "prompt_template": "prompt.jinja", "train_on": "all",
