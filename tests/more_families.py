@@ -2,6 +2,7 @@
 
 from typing import Any
 
+MORE_LENGTH = 24  # tokens of a row that golden files are made of
 _SHAPE = {
     "vocab_size": 97,
     "hidden_size": 32,

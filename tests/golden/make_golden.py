@@ -13,6 +13,9 @@ A file holds, as safetensors:
     bf16_error/NAME (1,) f64             norm of the error of transformers' bf16 gradient over the tensor's norm, root
                                          mean square over batches 1..BATCHES_BF16
 
+Families beyond these (more_families.py) are in one file, `python tests/golden/make_golden.py more`: FAMILY/loss f64,
+FAMILY/logits f32 (B,V) of the last tokens, and sketches FAMILY/grad/NAME f32, of batch 1.
+
 and, as JSON in its metadata, the fingerprint of the inputs and the versions of the libraries that made it.
 """
 
@@ -27,6 +30,8 @@ from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+
+from more_families import MORE, MORE_LENGTH, ROPES  # noqa: E402
 
 from golden import families, transformers_judge  # noqa: E402
 
@@ -66,10 +71,31 @@ def golden(family: str) -> dict[str, np.ndarray]:
     return held
 
 
+def more_golden() -> dict[str, np.ndarray]:
+    """What the one file holds of the families beyond."""
+    held: dict[str, np.ndarray] = {}
+    for family, config in (MORE | ROPES).items():
+        named = transformers_judge.empty_model(config).named_parameters()
+        start = families.weights(config, shapes={name: tuple(value.shape) for name, value in named})
+        tokens, targets = families.batch(config["vocab_size"], 1, length=MORE_LENGTH)
+        with transformers_judge.doubled():
+            model = transformers_judge.model_of(config, start, "float64")
+            held[f"{family}/logits"] = transformers_judge.logits_of(model, tokens)[:, -1].astype(np.float32)
+            held[f"{family}/loss"] = np.array([transformers_judge.backward(model, tokens, targets)])
+            for name, value in transformers_judge.gradients(model).items():
+                held[f"{family}/grad/{name}"] = families.sketch(name, value).astype(np.float32)
+    return held
+
+
 def main(names: list[str]) -> None:
     """Writes the files of the named families, or of all."""
     torch.set_num_threads(1)  # one order of sums: the same bytes again on the same machine
-    for family in names or families.FAMILIES:
+    if not names or "more" in names:
+        versions = {"made_with": f"torch {torch.__version__}, transformers {transformers.__version__}"}
+        save_file(more_golden(), path := HERE / "more_families.safetensors", versions)
+        path.chmod(0o644)
+        names = [name for name in names or families.FAMILIES if name != "more"]
+    for family in names:
         held = {k: np.ascontiguousarray(v) for k, v in golden(family).items()}
         made_of = {
             "fingerprint": families.fingerprint(families.FAMILIES[family]),
