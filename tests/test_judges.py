@@ -123,17 +123,20 @@ def test_gradients_and_logits(config, seed):
 
 
 def assert_same_adamw_run(config, weights):
-    """In f64, so that nothing but the formula decides where the 20 steps lead."""
+    """In f64, so that nothing but the formula decides where the 20 steps lead; and losses in f32."""
     clip = families.grad_clip(config)
     with transformers_judge.doubled():
         model = transformers_judge.model_of(config, weights, "float64")
         losses, norms = transformers_judge.adamw_run(model, config, LENGTH)
         right = {name: array - weights[name] for name, array in transformers_judge.parameters(model).items()}
-    run = engine_of(config, weights, FP64, families.BATCH, LENGTH, Hyperparameters(AdamW(**families.ADAMW), clip))
+    hyper = Hyperparameters(AdamW(**families.ADAMW), clip)
+    run, single = (engine_of(config, weights, one, families.BATCH, LENGTH, hyper) for one in (FP64, FP32))
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
-        run.micro_step(Batch(*drawn_batch(config, step)))
-        result = run.update(step, families.learning_rate(step))
+        for engine in (run, single):
+            engine.micro_step(Batch(*drawn_batch(config, step)))
+        result, rounded = (engine.update(step, families.learning_rate(step)) for engine in (run, single))
         assert (result.loss, result.norm) == pytest.approx((loss, norm), rel=1e-7)
+        assert rounded.loss == pytest.approx(loss, rel=1e-4)
     change = {name: array - weights[name] for name, array in parameters(run).items()}
     assert worst(relative_errors(change, right)) < (1e-6, "")
 
@@ -145,8 +148,11 @@ def test_adamw_run(config, seed):
 
 @MODELS
 def test_bf16_gradients(config, seed):
+    assert_bf16_gradients(config, families.weights(config, seed))
+
+
+def assert_bf16_gradients(config, weights):
     """Against transformers in bf16 on the same batches, each tensor's error over all of them."""
-    weights = families.weights(config, seed)
     batches = [drawn_batch(config, index) for index in range(8)]
     exact = exact_gradients(config, weights, *batches)
     theirs = transformers_judge.model_of(config, weights, "bfloat16")
@@ -154,14 +160,15 @@ def test_bf16_gradients(config, seed):
     squares = {name: np.zeros(2) for name in weights}
     for batch, right in zip(batches, exact, strict=True):
         transformers_judge.backward(theirs, *batch)
-        found = gradients(ours, *batch)
-        assert cosine(found, right) >= 0.999
-        for side, errors in enumerate(
-            relative_errors(named, right) for named in (found, transformers_judge.gradients(theirs))
-        ):
+        both = gradients(ours, *batch), transformers_judge.gradients(theirs)
+        found, other = (cosine(one, right) for one in both)
+        assert 1 - found <= max(1e-3, 1.5 * (1 - other))
+        for side, errors in enumerate(relative_errors(named, right) for named in both):
             for name, error in errors.items():
                 squares[name][side] += error**2
-    assert worst({name: np.sqrt(mine / other) for name, (mine, other) in squares.items()}) <= (1.5, "")
+    ratios = {name: np.sqrt(mine / other) for name, (mine, other) in squares.items()}
+    keys = {name: ratios.pop(name) for name in [*ratios] if name.endswith("k_proj.bias")}  # sums that nearly cancel
+    assert worst(ratios) <= (1.5, "") and max(keys.values(), default=0) < 3
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -19,7 +19,7 @@ from golden import families, transformers_judge
 from golden.engines import FP64, engine_of, gradients, relative_errors
 from more_families import MORE, ROPES
 from safetensors.numpy import load_file, save_file
-from test_judges import LENGTH, assert_same_adamw_run, drawn_batch
+from test_judges import LENGTH, assert_bf16_gradients, assert_same_adamw_run, drawn_batch
 from tiny_engines import next_logits
 
 import llmq
@@ -65,6 +65,21 @@ def test_gradients_and_logits_in_f64(config):
 @EVERY
 def test_twenty_steps_of_adamw(config):
     assert_same_adamw_run(config, weights_of(config))
+
+
+FARTHER = pytest.mark.xfail(reason="up to twice as far from f64 as transformers in bf16, for no reason known yet")
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=FARTHER if name in ("gemma3", "starcoder2") else ())
+        for name, config in MORE.items()
+    ],
+)
+def test_bf16_gradients(config):
+    assert_bf16_gradients(config, weights_of(config))
 
 
 @WITH_ROPES
