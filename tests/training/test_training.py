@@ -415,6 +415,10 @@ def test_a_model_trained_from_scratch_takes_its_tokenizer_and_its_end_token_from
     llmq.train(**tuning)
     tokenizer.add_special_tokens(["<other>"])
     tokenizer.save(str(result.model_path / "tokenizer.json"))
+    llmq.train(**tuning)  # the ids of before are what they were
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<other>", "<end>"])
+    tokenizer.save(str(result.model_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"train\.bin is of another tokenizer"):
         llmq.train(**tuning)
 
