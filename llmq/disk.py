@@ -263,6 +263,19 @@ def reading(path: Path, advice: str = "") -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}){way_out}") from error
 
 
+def small_text(path: Path, most_bytes: int, option: str, advice: str) -> str:
+    """The text of a file that an option names. DataError for what is not UTF-8, larger, or cannot be read."""
+    with reading(path, advice):
+        size = path.stat().st_size
+        content = path.read_bytes() if size <= most_bytes else b""
+    if size > most_bytes:
+        raise DataError(f"{option} {path} has {size:,} bytes, and {most_bytes:,} can be read: {advice}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{option} {path} is not text in UTF-8 (byte {error.start}): {advice}") from None
+
+
 def cache_folder(kind: str) -> Path:
     """Folder for one kind of thing that is worth keeping between runs (`kernels`, `gemm`, `tokens`); it may not exist.
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,8 +60,7 @@ class Machine:
     ceilings: Ceilings
 
 
-@dataclass(frozen=True)
-class CallWork:
+class CallWork(NamedTuple):
     """What a call has to do: FLOPs of products in `dtype`, and bytes to move at least."""
 
     dtype: str

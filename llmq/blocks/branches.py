@@ -51,28 +51,6 @@ class SharedNorm(Normed):
         self.norm.backward(ops, a, d.renamed({"x": "of_both"}), w, dw, d.out)
 
 
-class Beside:
-    """The first map of the MLP reads what attention's reads: both are added to the stream as it was before (GPT-J,
-    Cohere)."""
-
-    def rows(self, at: SublayerRows, size: int, file: str) -> Iterator[Row]:
-        """No parameters."""
-        yield from ()
-
-    def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
-        """x (B,T,C), which is attention's."""
-        return (Slot("x", (b, t, c), ("norm",)),)
-
-    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
-        """y <- attention's a.x."""
-        site.forward(ops, a, y, a.attention_x, getattr(w, site.key))
-
-    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
-        """d.res, attention's d.x, dw <- d_y, d.out."""
-        site.backward(ops, a, d, d.attention_x, getattr(dw, site.key), d_y, a.attention_x, getattr(w, site.key))
-        ops.scale(d.res, d.out, None, factor=1.0)
-
-
 class Unnormed:
     """The first map reads the stream itself (OLMo 2)."""
 
@@ -81,7 +59,7 @@ class Unnormed:
         yield from ()
 
     def slots(self, b: int, t: int, c: int) -> tuple[Slot, ...]:
-        """x (B,T,C), of which there is only the gradient."""
+        """x (B,T,C), of which there is at most the gradient."""
         return (Slot("x", (b, t, c), ("norm",)),)
 
     def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
@@ -92,6 +70,20 @@ class Unnormed:
         """d.res, dw <- d_y, d.out."""
         site.backward(ops, a, d, d.x, getattr(dw, site.key), d_y, a.res, getattr(w, site.key))
         ops.scale(d.res, d.x, d.out, factor=1.0)
+
+
+class Beside(Unnormed):
+    """The first map of the MLP reads what attention's reads: both are added to the stream as it was before (GPT-J,
+    Cohere)."""
+
+    def forward(self, ops: Ops, a: Slots, w: Parameters, site: Site, y: Ref) -> None:
+        """y <- attention's a.x."""
+        site.forward(ops, a, y, a.attention_x, getattr(w, site.key))
+
+    def backward(self, ops: Ops, a: Slots, d: Slots, w: Parameters, dw: Parameters, site: Site, d_y: Ref) -> None:
+        """d.res, attention's d.x, dw <- d_y, d.out."""
+        site.backward(ops, a, d, d.attention_x, getattr(dw, site.key), d_y, a.attention_x, getattr(w, site.key))
+        ops.scale(d.res, d.out, None, factor=1.0)
 
 
 class Scaled(Added):

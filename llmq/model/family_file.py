@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
-from llmq.disk import reading
-from llmq.errors import DataError, UsageError, nearest
+from llmq.disk import small_text
+from llmq.errors import DataError, nearest
 from llmq.model.families import ConfigKeys, Family
 from llmq.model.family_table import FAMILIES
 from llmq.model.key_types import Positive
@@ -95,7 +95,7 @@ class DescribedFamily(_Part):
 
 
 def read_description(path: str | Path) -> dict[str, Any]:
-    """The mapping in a file. UsageError for what is no description, with its lines."""
+    """The mapping in a file. DataError for what is no description, with its lines."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -103,24 +103,19 @@ def read_description(path: str | Path) -> dict[str, Any]:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"])
     path = Path(path).expanduser()
-    with reading(path, "give --family a YAML file"):
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= MOST_BYTES else b""
-    if size > MOST_BYTES:
-        raise UsageError(f"--family {path} has {size:,} bytes, and {MOST_BYTES:,} can be read")
+    text = small_text(path, MOST_BYTES, "--family", "give a YAML file with the facts of a family")
     try:
-        text = content.decode("utf-8-sig")
-        if twice := _repeated(yaml.compose(text, Loader)):
-            raise UsageError(f"--family {path}: {twice} is given a second time")
-        found = yaml.load(text, Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise UsageError(f"--family {path} is not YAML: {' '.join(str(error).split())}") from error
+        twice, found = _repeated(yaml.compose(text, Loader)), yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise DataError(f"--family {path} is not YAML: {' '.join(str(error).split())}") from error
+    if twice:
+        raise DataError(f"--family {path}: {twice} is given a second time")
     if not isinstance(found, dict):
-        raise UsageError(f"--family {path} must hold lines of the form `norm: layernorm`")
+        raise DataError(f"--family {path} must hold lines of the form `norm: layernorm`")
     try:
         described(found)
     except DataError as error:
-        raise UsageError(f"--family {path}: {error}") from None
+        raise DataError(f"--family {path}: {error}") from None
     return found
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from more_families import MORE
 
-from llmq.errors import DataError, UsageError
+from llmq.errors import DataError
 from llmq.model.config import from_folder, read_config, to_hf
 from llmq.model.family_file import KEY, described, read_description
 from llmq.model.family_table import FAMILIES
@@ -183,7 +183,7 @@ def test_a_wrong_fact_is_named(facts, said):
         (b"norm: rmsnorm\nnorm: layernorm\n", "norm is given a second time"),
         (b"rope:\n  partial: 0.5\n  partial: 1\n", "partial is given a second time"),
         (b"\tnorm: rmsnorm\n", "is not YAML"),
-        (b"\xff\xfe\x00", "is not YAML"),
+        (b"\xff\xfe\x00", r"is not text in UTF-8 \(byte 0\)"),
         (b"norm: !!python/object/apply:os.system [ls]\n", "is not YAML"),
         (b"a: 1\n" * 300_000, r"has 1,500,000 bytes, and 1,048,576 can be read"),
         (b"norm: groupnorm\n", r"--family .*: not a family that llmq can make:\n  - norm"),
@@ -192,7 +192,7 @@ def test_a_wrong_fact_is_named(facts, said):
 def test_a_file_that_is_none(content, said, tmp_path):
     path = tmp_path / "family.yaml"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(DataError, match=said):
         read_description(path)
 
 

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from llmq.data.tokens.cache import key_of, locked
 from llmq.data.tokens.tokenizer import CONFIG, TextTokenizer, copied_files
-from llmq.disk import cache_folder, reading, storage, whole_folder
+from llmq.disk import cache_folder, small_text, storage, whole_folder
 from llmq.errors import DataError, UsageError
 from llmq.files.huggingface import write_json
 from llmq.model.config import read_json
@@ -56,18 +56,11 @@ _Tokens = TypeAdapter(list[str | _Token])
 def read_tokens(path: Path) -> tuple[Entry, ...]:
     """The tokens of a file, in order. DataError for what is no list of different tokens in UTF-8, or too long."""
     fix = "give a text file with a token in each line, or a .json file with a list of tokens"
-    with reading(path, fix):
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= MOST_BYTES else b""
-    if size > MOST_BYTES:
-        raise DataError(f"--add-tokens {path} has {size:,} bytes, and {MOST_BYTES:,} can be read: {fix}")
+    text = small_text(path, MOST_BYTES, "--add-tokens", fix)
     try:
-        text = content.decode("utf-8-sig")
         lines = [line.strip() for line in text.split("\n") if line.strip()] if path.suffix != ".json" else None
         given = _Tokens.validate_json(text) if lines is None else lines
         tokens = [_Token(content=one) if isinstance(one, str) else one for one in given]
-    except UnicodeDecodeError as error:
-        raise DataError(f"--add-tokens {path} is not text in UTF-8 (byte {error.start}): {fix}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"entry {entry}: " for entry in first["loc"][:1])
