@@ -82,6 +82,7 @@ def test_new_rows_begin_as_the_mean_of_the_others(made, tied, free):
     assert [*listed] == [str(count + n) for n in range(3)] and listed[str(count)]["content"] == TOKENS[0]
 
 
+@pytest.mark.slow
 def test_new_tokens_are_trained_and_the_model_writes_them(made):
     count = made()
     found = run(steps=150)
@@ -114,6 +115,7 @@ def test_a_run_resumes_with_the_same_tokens_alone(made):
         run(steps=6, name="none", **about, **{"continue": "newest"})
 
 
+@pytest.mark.slow
 def test_data_of_the_old_tokenizer_stays_valid(made):
     made()
     for tokens, folder in ((None, "old"), ("tokens.txt", "new")):
@@ -144,6 +146,7 @@ def test_a_frozen_embedding_is_refused(made, more):
         run(**more)
 
 
+@pytest.mark.slow
 def test_adapters_train_the_embedding_beside_them(made):
     count = made(tie_embeddings=False)
     found = run(lora_rank=2, train_also="embed_tokens,lm_head", merge=True)
@@ -154,6 +157,7 @@ def test_adapters_train_the_embedding_beside_them(made):
     assert tokenizer.token_to_id(TOKENS[2]) == count + 2
 
 
+@pytest.mark.slow
 def test_a_model_from_scratch_draws_rows_for_the_tokens(made):
     count = made()
     found = run(model="source", from_scratch=True, learning_rate=0.0)
@@ -163,6 +167,7 @@ def test_a_model_from_scratch_draws_rows_for_the_tokens(made):
     assert tokenizer.token_to_id(TOKENS[2]) == count + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3])
 def test_ranks_train_the_same_rows(made, level):
     made()
@@ -180,6 +185,7 @@ def test_ranks_train_the_same_rows(made, level):
 DELTA = "base_model.model.{}.token_adapter.trainable_tokens_delta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     "more",
@@ -218,6 +224,7 @@ def test_lora_trains_rows_of_the_tokens_alone(made, tied, more):
         assert one.tokens == other.tokens
 
 
+@pytest.mark.slow
 def test_rows_beside_adapters_resume_and_go_on(made):
     count = made()
     whole = run(steps=6, name="whole", lora_rank=2)
@@ -242,6 +249,7 @@ def test_rows_beside_adapters_resume_and_go_on(made):
         run(name="head", lora_rank=2, lora_targets="q_proj,lm_head")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("more", [{"zero_level": level} for level in range(4)] + [{"fused_update": True}], ids=str)
 def test_ranks_train_rows_beside_adapters(made, more, tied):
