@@ -72,7 +72,7 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         """How its facts are spelled, and what its layers are made of."""
-        return FAMILIES[self.architecture]
+        return _family(self.architecture, self.source)
 
     @property
     def placeholders(self) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def read_config(mapping: Mapping[str, Any], where: str = "config.json") -> Model
     """A ModelConfig from a Hugging Face config mapping; DataError naming every key that is wrong or unsupported."""
     beside: list[str] = []  # of what is not the language model's
     architecture = _architecture(mapping, beside)
-    family = FAMILIES[architecture]
+    family = _family(architecture, mapping)
     for key, said in family.within.problems(mapping).items():
         if said or not (key in HARMLESS or key.startswith("_")):
             beside.append(_problem(mapping, [key], said or UNKNOWN_KEY.format(architecture)))
@@ -251,14 +251,18 @@ def _architecture(mapping: Mapping[str, Any], problems: list[str]) -> str:
 
 
 def _described(mapping: Mapping[str, Any]) -> str:
-    """The architecture of a config with a description, which is known from now on. DataError."""
+    """The architecture of a config with a description. DataError."""
     match mapping:
-        case {"architectures": [str(architecture)], "model_type": str(model_type)}:
+        case {"architectures": [str(architecture)], "model_type": str()}:
             if architecture in FAMILIES.ours:
                 raise DataError(f"{KEY}: llmq knows {architecture}: leave the description out")
-            FAMILIES[architecture] = family_of(mapping[KEY], model_type)
             return architecture
     raise DataError(f"{KEY}: config.json needs architectures, a list of one name, and model_type")
+
+
+def _family(architecture: str, source: Mapping[str, Any]) -> Family:
+    """That of a config.json: described there, or known by its architecture."""
+    return family_of(source[KEY], source["model_type"]) if KEY in source else FAMILIES[architecture]
 
 
 def _known(families: Mapping[str, Family]) -> dict[str, dict[str, str]]:

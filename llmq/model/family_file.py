@@ -6,10 +6,12 @@ checkpoints have it. `like` names a known family, of which the facts are taken t
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -105,6 +107,8 @@ def read_description(path: str | Path) -> dict[str, Any]:
     path = Path(path).expanduser()
     text = small_text(path, MOST_BYTES, "--family", "give a YAML file with the facts of a family")
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader)):
+            raise DataError(f"--family {path} has an alias (*name): write out what it stands for")
         twice, found = _repeated(yaml.compose(text, Loader)), yaml.load(text, Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise DataError(f"--family {path} is not YAML: {' '.join(str(error).split())}") from error
@@ -121,6 +125,7 @@ def read_description(path: str | Path) -> dict[str, Any]:
 
 def described(facts: Any) -> DescribedFamily:
     """A description from its mapping. DataError with what is wrong."""
+    _as_json(facts)
     try:
         found = TypeAdapter(DescribedFamily).validate_python(facts)
     except ValidationError as error:
@@ -132,9 +137,22 @@ def described(facts: Any) -> DescribedFamily:
     return found
 
 
+def _as_json(facts: Any) -> str:
+    """A description as config.json has it. DataError for what JSON does not have, such as a date."""
+    try:
+        return json.dumps(facts, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{UNFIT}\n  - a value that config.json cannot have: {error}") from None
+
+
 def family_of(facts: Any, model_type: str) -> Family:
     """The family of a description, whose name in config.json is `model_type`. DataError with what is wrong."""
-    said = described(facts)
+    return _family_of(_as_json(facts), model_type)
+
+
+@cache
+def _family_of(facts: str, model_type: str) -> Family:
+    said = described(json.loads(facts))
     like = next(one for one in FAMILIES.values() if one.model_type == said.like)
     rope, defaults = said.rope, dict(said.defaults)
     if rope.partial is not None:
@@ -161,6 +179,11 @@ def family_of(facts: Any, model_type: str) -> Family:
 def _unmade(wiring: Wiring, *, interleaved: bool) -> str:
     """What facts together have no object; "" of those that have one."""
     names, after = wiring.names, wiring.norms != "pre"
+    of_layer = [*names.qkv, names.o, *names.up, names.down]
+    of_layer += [names.attention_norm] if wiring.norms != "post" else []
+    of_layer += [names.mlp_norm] if wiring.norms != "post" and not wiring.parallel else []
+    of_layer += [names.attention_post_norm, names.mlp_post_norm] if after else []
+    outside = [names.embed, names.layers, names.norm, names.head, *filter(None, [names.positions])]
     wrong = {
         "norm: layernorm after a sublayer, and with a norm_offset, has no object: use rmsnorm": wiring.layernorm
         and (after or wiring.norm_offset),
@@ -168,6 +191,9 @@ def _unmade(wiring: Wiring, *, interleaved: bool) -> str:
         "qk_norm: all with rope.interleaved has no object": wiring.wide_qk_norm and interleaved,
         "names.attention_post_norm and names.mlp_post_norm are needed": after
         and not (names.attention_post_norm and names.mlp_post_norm),
+        "names: two tensors have one name": any(len({*some}) < len(some) for some in (of_layer, outside)),
+        "names: a tensor has an empty name": not all([*of_layer, *outside]),
+        "norm_bias: false is for norm: layernorm": not (wiring.norm_bias or wiring.layernorm),
         "names.qkv must be three names, or one of a fused tensor": len(names.qkv) not in (1, 3),
         "names.up must be one name without a gate, and one or two with one": len(names.up)
         not in ((1, 2) if wiring.gated else (1,)),

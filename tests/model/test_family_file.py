@@ -70,19 +70,6 @@ DESCRIPTIONS = {  # of families that llmq knows, over Llama's facts but where `l
 }
 
 
-@pytest.fixture(autouse=True)
-def families():
-    """Those that a test describes are known in it alone."""
-    yield
-    forget()
-
-
-def forget():
-    """Leaves llmq's own families."""
-    for name in FAMILIES.keys() - FAMILIES.ours.keys():
-        del FAMILIES[name]
-
-
 def unknown(name, **keys):
     """A config of an architecture that llmq does not know."""
     return {**MORE[name], "architectures": ["OwnForCausalLM"], "model_type": "own", **keys}
@@ -120,6 +107,17 @@ def test_every_fact_of_the_wiring_can_be_described():
     assert not [one.name for one in fields(LLAMA) if getattr(wiring, one.name) == getattr(LLAMA, one.name)]
     none = {"norm": "rmsnorm", "qk_norm": "none", "biases": "none", "gated": True, "parallel": False}
     assert described(none).wiring(LLAMA) == LLAMA and described(none).facts() == {"qk_norm": False, "qkv_bias": False}
+
+
+def test_two_descriptions_of_one_name_are_apart():
+    one, other = (
+        read_config(unknown("olmo2", **{KEY: {**DESCRIPTIONS["olmo2"], "rope": {"interleaved": False}, **more}}))
+        for more in ({}, {"gated": False, "names": {**DESCRIPTIONS["olmo2"]["names"], "up": ["mlp.fc"]}})
+    )
+    assert (one.family.wiring.gated, other.family.wiring.gated) == (True, False)
+    assert one.family is one.family and "OwnForCausalLM" not in FAMILIES
+    with pytest.raises(DataError, match=r"OwnForCausalLM.* is not supported"):
+        read_config(unknown("olmo2"))
 
 
 def test_keys_have_the_names_of_the_file():
@@ -165,6 +163,13 @@ def test_what_is_known_needs_no_description_and_harmless_keys_are_named():
         ({"where": "pre+post"}, r"names.attention_post_norm and names.mlp_post_norm are needed"),
         ({"names": {"qkv": ["q", "kv"]}}, r"names.qkv must be three names, or one"),
         ({"gated": False}, r"names.up must be one name without a gate"),
+        ({"names": {"o": "self_attn.q_proj"}}, "names: two tensors have one name"),
+        ({"names": {"qkv": ["q", "q", "q"]}}, "names: two tensors have one name"),
+        ({"names": {"embed": "model.norm"}}, "names: two tensors have one name"),
+        ({"names": {"o": ""}}, "names: a tensor has an empty name"),
+        ({"norm_bias": False}, "norm_bias: false is for norm: layernorm"),
+        ({"norm_offset": float("nan")}, "a value that config.json cannot have"),
+        ({"defaults": {"x": {1, 2}}}, "a value that config.json cannot have: .* set"),
         ({"like": "lama"}, r"like \('lama'\): llmq knows llama, .*: did you mean llama"),
         ({"gated": "yes"}, r"gated \('yes'\): must be a valid boolean"),
         ([], "must be a valid dictionary"),
@@ -185,6 +190,10 @@ def test_a_wrong_fact_is_named(facts, said):
         (b"\tnorm: rmsnorm\n", "is not YAML"),
         (b"\xff\xfe\x00", r"is not text in UTF-8 \(byte 0\)"),
         (b"norm: !!python/object/apply:os.system [ls]\n", "is not YAML"),
+        (b"rope: &a {}\nnames: *a\n", r"has an alias \(\*name\): write out"),
+        (b"a: &a {b: 1}\n" + b"".join(b"k%d: &k%d [*a, *a]\n" % (n, n) for n in range(99)), "has an alias"),
+        (b"norm_offset: .nan\n", "a value that config.json cannot have"),
+        (b"defaults: {x: 2020-01-01}\n", "a value that config.json cannot have: .* date"),
         (b"a: 1\n" * 300_000, r"has 1,500,000 bytes, and 1,048,576 can be read"),
         (b"norm: groupnorm\n", r"--family .*: not a family that llmq can make:\n  - norm"),
     ],

@@ -8,18 +8,11 @@ import pytest
 import yaml
 from more_families import MORE
 from safetensors.numpy import load_file, save_file
-from test_family_file import DESCRIPTIONS, forget, unknown
+from test_family_file import DESCRIPTIONS, unknown
 from tiny_runs import tiny_options, write_weights
 
 import llmq
 from llmq.errors import DataError, UsageError
-
-
-@pytest.fixture(autouse=True)
-def families():
-    """Those that a test describes are known in it alone."""
-    yield
-    forget()
 
 
 @pytest.fixture
