@@ -4,7 +4,7 @@ import json
 from dataclasses import fields, replace
 
 import pytest
-from more_families import MORE
+from more_families import DESCRIPTIONS, MORE, unknown
 
 from llmq.errors import DataError
 from llmq.model.config import from_folder, read_config, to_hf
@@ -12,67 +12,6 @@ from llmq.model.family_file import KEY, described, read_description
 from llmq.model.family_table import FAMILIES
 from llmq.model.parameters import parameter_rows
 from llmq.model.wiring import LLAMA
-
-GPT2_NAMES = {
-    "embed": "transformer.wte",
-    "positions": "transformer.wpe",
-    "layers": "transformer.h",
-    "attention_norm": "ln_1",
-    "qkv": ["attn.c_attn"],
-    "o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "up": ["mlp.c_fc"],
-    "down": "mlp.c_proj",
-    "norm": "transformer.ln_f",
-}
-SANDWICH = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-DESCRIPTIONS = {  # of families that llmq knows, over Llama's facts but where `like` is given
-    "olmo2": {
-        "where": "post",
-        "qk_norm": "all",
-        "defaults": {"rms_norm_eps": 1e-5},
-        "names": {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"},
-    },
-    "glm4": {
-        "where": "pre+post",
-        "biases": "qkv",
-        "harmless": ["attention_bias"],
-        "rope": {"partial": 0.5, "interleaved": True},
-        "defaults": {"rms_norm_eps": 1.5625e-07},
-        "names": {
-            "attention_post_norm": "post_self_attn_layernorm",
-            "up": ["mlp.gate_up_proj"],
-            "mlp_post_norm": "post_mlp_layernorm",
-        },
-    },
-    "gemma2": {
-        "like": "gemma2",
-        "norm": "rmsnorm",
-        "where": "pre+post",
-        "norm_offset": 1,
-        "activation": "gelu_tanh",
-        "scaled_embedding": True,
-        "names": SANDWICH,
-    },
-    "gpt2": {
-        "like": "gpt2",
-        "norm": "layernorm",
-        "gated": False,
-        "activation": "gelu_tanh",
-        "biases": "all",
-        "transposed": True,
-        "names": GPT2_NAMES,
-    },
-}
-
-
-def unknown(name, **keys):
-    """A config of an architecture that llmq does not know."""
-    return {**MORE[name], "architectures": ["OwnForCausalLM"], "model_type": "own", **keys}
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from more_families import MORE
+from more_families import DESCRIPTIONS, MORE, unknown
 from safetensors.numpy import load_file, save_file
-from test_family_file import DESCRIPTIONS, unknown
 from tiny_runs import tiny_options, write_weights
 
 import llmq
